@@ -180,10 +180,10 @@ def read(arguments: Sequence[str]) -> Request:
         elif name == "--version":
             request.version = True
         elif name == "--config-dir":
-            if not os.path.isdir(value):
+            request.config_dir = Path(value).expanduser()
+            if not value or not request.config_dir.is_dir():
                 got = shown(value) or "nothing"
                 raise UsageError(f"--config-dir must name a folder, got {got}")
-            request.config_dir = Path(value)
         elif name == "--slurm":
             request.slurm = value
         elif text.startswith("-"):

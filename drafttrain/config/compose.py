@@ -51,6 +51,8 @@ from drafttrain.runtime.untrusted_input import did_you_mean, shown
 
 # The sections that training takes from the run it starts from, where nothing else is chosen.
 STARTED_FROM = ("model", "trainer", "drafter")
+# Keys that name a folder, where ~ is the user's own.
+FOLDERS = {"dir", "converter", "measured"}
 # Names that other programs use for a key of ours.
 ELSEWHERE = {
     "batch_size": ["hardware.micro_batch", "trainer.tokens_per_step"],
@@ -81,8 +83,9 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
         raise UsageError(shown(error, 400)) from error
     _check_effect({override.key_or_group for override in values}, plain, resumed)
     for section in plain.values():
-        if isinstance(section.get("dir"), str):
-            section["dir"] = os.path.expanduser(section["dir"])
+        for key in FOLDERS & section.keys():
+            if isinstance(section[key], str):
+                section[key] = os.path.expanduser(section[key])
     if command == "compare" and isinstance(runs := plain["compare"]["runs"], list):
         plain["compare"]["runs"] = [
             os.path.expanduser(run) if isinstance(run, str) else run for run in runs

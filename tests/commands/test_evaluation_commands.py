@@ -18,6 +18,7 @@ from drafttrain.evaluation import evaluate, tune
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.optimal_tree import RankCounts, count_ranks
 from drafttrain.evaluation.record import keep, require_same
+from drafttrain.runtime.run_folder import load_config
 
 PROMPTS = [
     {"id": "sum", "task": "math", "turns": ["What is 2 + 2?"]},
@@ -105,6 +106,16 @@ def test_a_draft_model_with_a_shorter_context_is_refused_before_decoding(
     assert "drafter=two_model has 20 positions" in told
     assert not place.exists()
     assert not (run / "evaluations" / "short").exists()
+
+
+def test_a_run_of_another_family_is_named_before_its_weights_are_compared(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = [f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=other", "drafter=hydra_heads"]
+    assert main(["evaluate", *told]) == 2
+    said = capsys.readouterr().err
+    family = load_config(run)["drafter"]["name"]
+    assert f"holds a drafter of the family {family}, got drafter=hydra_heads; leave" in said
 
 
 def test_measurements_of_another_drafter_are_not_taken_up(run: Path, tmp_path: Path) -> None:

@@ -462,6 +462,9 @@ def test_a_home_is_found_in_every_folder(run_folder: Path, monkeypatch: pytest.M
     config = compose("export", [run, "export.dir=~/out"])
     assert (config.run.dir, config.export.dir) == (str(run_folder), f"{run_folder.parent}/out")
     assert compose("capture", ["store.dir=~/store"]).store.dir == f"{run_folder.parent}/store"
+    assert compose("plan", ["plan.measured=~/run"]).plan.measured == f"{run_folder.parent}/run"
+    made = compose("export", [run, "export=gguf", "export.converter=~/llama.cpp"]).export
+    assert made.converter == f"{run_folder.parent}/llama.cpp"
     stored = compose("train", ["features=stored", "features.dir=~/store"])
     assert stored.features.dir == f"{run_folder.parent}/store"
     compared = compose("compare", ["runs=['~/a',b]", "compare.dir=~/c"]).compare

@@ -252,6 +252,13 @@ def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Dr
     if not drafter.config.trainable:
         return drafter, None
     checkpoint, state, weights = best_of(run, "run.dir")
+    saved = load_config(run) if (run / CONFIG).is_file() else {}
+    trained = saved.get("drafter", {}).get("name", config.name)
+    if trained != config.name:
+        raise ValueError(
+            f"run.dir={run} holds a drafter of the family {trained}, got drafter={config.name}; "
+            f"leave out drafter=, or give another run.dir to measure {config.name}"
+        )
     check_fingerprint(checkpoint, state.fingerprint, spec)
     drafter.load_weights(weights)
     return drafter, checkpoint

@@ -128,7 +128,8 @@ def serve_commands(
 def llama_cpp_refuses(layout: ServedLayout, config: Config, spec: TargetSpec) -> str:
     """Return why llama.cpp cannot draft with it for its target; "" if it can."""
     if layout.llama_cpp is None:
-        return f"the converter of {LLAMA_CPP} takes no {layout.title.split(' in ')[0]}"
+        title = layout.title.split(" in ")[0].removeprefix("an ")
+        return f"the converter of {LLAMA_CPP} takes no {title}"
     if spec.architecture not in LLAMA_CPP_TARGETS:
         return f"{LLAMA_CPP} was not tried with {spec.architecture} targets"
     if scaled := config.get("rope_scaling"):  # llama3's its converter leaves out of block drafters
