@@ -123,10 +123,7 @@ def _of_others(config: ExportConfig, source: AdmittedConfig) -> _ToExport:
     found.require_whole(f"drafter.path={source.path}")
     for line in found.lines():
         console.print(line)
-    # Rebuilt for this target: `admit` built it with values that the directory declares itself.
-    spec = replace(spec, fingerprint=found.target_fingerprint or "")
-    drafter = replace(found.drafter.config, name=found.family).build(spec)
-    drafter.load_weights(found.drafter.state_dict())
+    drafter = found.rebuilt(replace(spec, fingerprint=found.target_fingerprint or ""))
     return _ToExport(drafter, place, settings, _card(config, drafter))
 
 

@@ -102,11 +102,8 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> GivenDra
     found.require_whole(f"run.init_from={folder}")
     if not isinstance(given, AdmittedConfig):
         _require_given_shape(folder, given, found.drafter)
-    # Rebuilt for this target: `admit` built it with values that the directory declares itself.
-    drafter = replace(found.drafter.config, name=found.family).build(spec)
-    drafter.load_weights(found.drafter.state_dict())
     lines = tuple(found.lines())
-    return GivenDrafter(drafter, None, found.origin, lines, found.target_fingerprint)
+    return GivenDrafter(found.rebuilt(spec), None, found.origin, lines, found.target_fingerprint)
 
 
 def _require_given_shape(folder: Path, given: DrafterConfig, drafter: Drafter) -> None:

@@ -70,6 +70,12 @@ class Admitted:
                 "drafter.path=DIR"
             )
 
+    def rebuilt(self, spec: TargetSpec) -> Drafter:
+        """Return it built for this target; `drafter` has sizes that its directory declares."""
+        drafter = replace(self.drafter.config, name=self.family).build(spec)
+        drafter.load_weights(self.drafter.state_dict())
+        return drafter
+
     def lines(self) -> list[str]:
         """Return lines for the user."""
         return [f"drafter: {self.recognised}", *(f"  {note}" for note in self.notes)]
