@@ -180,7 +180,7 @@ def read(arguments: Sequence[str]) -> Request:
         elif name == "--version":
             request.version = True
         elif name == "--config-dir":
-            request.config_dir = Path(value).expanduser()
+            request.config_dir = Path(os.path.expanduser(value))
             if not value or not request.config_dir.is_dir():
                 got = shown(value) or "nothing"
                 raise UsageError(f"--config-dir must name a folder, got {got}")

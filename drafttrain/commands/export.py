@@ -156,7 +156,14 @@ def _measured(config: ExportConfig, wanted: _ToExport, written_drafter: Drafter,
 def _place(folder: str) -> Path:
     """Return where an export goes, which is renamed into place: a link to a folder is followed."""
     given = Path(folder)
-    return given.resolve() if given.is_symlink() or not given.name else given
+    if given.is_symlink() or given.name in ("", ".."):
+        given = given.resolve()
+    if given.resolve() == Path.cwd():
+        raise ValueError(
+            "export.dir must be another folder than the one that the command runs in, which would "
+            f"be replaced under it, got {folder}"
+        )
+    return given
 
 
 def _check_places(config: ExportConfig, place: Path) -> None:

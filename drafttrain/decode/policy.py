@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.tree import Tree, depths_of
-from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.base import Drafter, draft_vocab_size
 
 
 class Policy(ABC):
@@ -54,7 +54,7 @@ class Policy(ABC):
                 f"policy must be chain for drafter={name}, got a {self.describe()}: its expand "
                 "takes one node at a time (a drafter that can branch says so: branches = True)"
             )
-        most = drafter.draft_vocab_size
+        most = draft_vocab_size(drafter)
         if self.width > most:
             raise ValueError(
                 f"width must be at most {most:,} for drafter={name}, which knows no more tokens, "

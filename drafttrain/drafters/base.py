@@ -154,11 +154,6 @@ class Drafter(nn.Module, ABC, Generic[State]):
         self.rooms = Rooms(capture)
 
     @property
-    def draft_vocab_size(self) -> int:
-        """How many of the target's tokens it can draft."""
-        return self.vocab.size if self.vocab else self.spec.vocab_size
-
-    @property
     def max_positions(self) -> int | None:
         """The longest text that it can draft for; None: as long as the target's context."""
         return self.longest
@@ -352,3 +347,8 @@ def rows_at(
     if places is None:
         return values
     return values[torch.arange(len(values), device=values.device), places][:, None]
+
+
+def draft_vocab_size(drafter: Drafter) -> int:
+    """Return how many of the target's tokens a drafter can draft."""
+    return drafter.vocab.size if drafter.vocab else drafter.spec.vocab_size

@@ -26,7 +26,7 @@ from drafttrain.core.placed_batch import Predictions, attention_mask, unrolled_p
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.drafters.base import TrainingChance, rows_at, start_with
+from drafttrain.drafters.base import TrainingChance, draft_vocab_size, rows_at, start_with
 from drafttrain.drafters.serving.eagle3_layouts import VARIANTS, Eagle3Layout
 from drafttrain.drafters.serving.layer_ids import LAYER_IDS, usual_layers, written_for_sglang
 from drafttrain.drafters.shared.layer import (
@@ -315,7 +315,7 @@ class Eagle3(LayerDrafter):
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "draft_vocab_size": self.draft_vocab_size,
+            "draft_vocab_size": draft_vocab_size(self),
             **self.serving_keys(),
         }
         for key in VARIANTS:

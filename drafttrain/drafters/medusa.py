@@ -15,7 +15,14 @@ from drafttrain.core.placed_batch import Predictions, positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.drafters.base import DrafterConfig, DraftState, TrainingChance, last_of, start_with
+from drafttrain.drafters.base import (
+    DrafterConfig,
+    DraftState,
+    TrainingChance,
+    draft_vocab_size,
+    last_of,
+    start_with,
+)
 from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
 from drafttrain.drafters.shared.heads import HeadDrafter, of_depth, own_heads
@@ -172,7 +179,7 @@ class Medusa(HeadDrafter[MedusaState]):
             "model_type": "medusa",
             "hidden_size": self.spec.hidden_size,
             "vocab_size": self.spec.vocab_size,
-            "truncated_vocab_size": self.draft_vocab_size,
+            "truncated_vocab_size": draft_vocab_size(self),
             "num_heads": self.config.num_heads,
             "num_hidden_layers": self.config.num_layers,
             "medusa_fc_bias": self.config.fc_bias,  # without it vLLM drops the biases silently

@@ -13,7 +13,7 @@ from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import Policy
 from drafttrain.decode.rows import context_of
-from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.base import Drafter, draft_vocab_size
 from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import BURST, measure_costs
 from drafttrain.evaluation.evaluate import Setup
@@ -159,7 +159,7 @@ def optimal_trees(
     config, target, drafter = setup.settings, setup.parts.target, setup.parts.timed_drafter
     deepest, most = depths[-1], config.tree_nodes
     counts = count_ranks(setup, deepest)
-    known = drafter.draft_vocab_size
+    known = draft_vocab_size(drafter)
     kinds = samples(deepest, most, known)
     numbered = dict(enumerate(kinds.values()))
     costs = measure_costs(target, drafter, lambda _: numbered, sizes, config, settings)

@@ -21,7 +21,7 @@ from drafttrain.core.ops.chunked_losses import CHUNK_ELEMENTS, FEWEST_POSITIONS,
 from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, TargetFeatures, TargetSpec, weighted_sum
-from drafttrain.drafters.base import Drafter, DrafterConfig, TrainingChance
+from drafttrain.drafters.base import Drafter, DrafterConfig, TrainingChance, draft_vocab_size
 from drafttrain.runtime.untrusted_input import shown
 
 aten = torch.ops.aten
@@ -316,7 +316,7 @@ def trace(
         num_kept=sum(b.numel() for n, b in drafter.named_buffers() if n in saved and b.dim() > 1),
         largest=max(sizes),
         captures=drafter.captures,
-        draft_vocab=drafter.draft_vocab_size,
+        draft_vocab=draft_vocab_size(drafter),
         max_depth=drafter.max_depth,
         draft=draft,
         step=step,

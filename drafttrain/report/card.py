@@ -1,6 +1,7 @@
 """The model card: what the drafter is, what was measured, how to serve it, where it came from."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ def served_as(model: ModelConfig) -> str:
     weights has neither; then its own name is used.
     """
     if model.path:
-        return str(Path(model.path).expanduser().absolute())
+        return os.path.abspath(os.path.expanduser(model.path))
     return str(EMBEDDED) if model.embedded else model.repo or model.name
 
 

@@ -50,7 +50,7 @@ class Method:
         return [run.measured[self.drafter].on(keys) for run in self.runs]
 
 
-TEMPLATE = ("template", "template_kwargs", "template_date")
+TEMPLATE = ("template", "template_kwargs")
 
 
 def conditions(report: Report) -> dict[str, Any]:
@@ -70,12 +70,11 @@ def conditions(report: Report) -> dict[str, Any]:
 
 def check_comparable(runs: Sequence[RunReport]) -> None:
     """Raise ValueError if two runs differ in more than the drafter, naming both."""
-    first, *rest = runs
-    wanted = conditions(first.report)
-    for run in rest:
-        got = conditions(run.report)
-        one, two = (each.report.prompts.get("sha256") for each in (first, run))
-        if one is not None and one == two:  # the same texts, by whatever path
+    for run, other in combinations(runs, 2):
+        wanted, got = conditions(run.report), conditions(other.report)
+        told = [each.report.prompts for each in (run, other)]
+        digests = [prompts.get("sha256") for prompts in told]  # older reports have none
+        if digests[0] == digests[1] is not None:  # the same texts, by whatever path
             got["eval.prompts"] = wanted["eval.prompts"]
         for key in filter(got.__contains__, wanted):
             if wanted[key] != got[key]:
@@ -84,16 +83,13 @@ def check_comparable(runs: Sequence[RunReport]) -> None:
                     for value in (wanted[key], got[key])
                 )
                 raise ValueError(
-                    f"runs must have the same {key} to be compared, but {first.folder} has {one} "
-                    f"and {run.folder} has {two}; evaluate both in the same way, or compare them "
+                    f"runs must have the same {key} to be compared, but {run.folder} has {one} "
+                    f"and {other.folder} has {two}; evaluate both in the same way, or compare them "
                     "separately"
                 )
-    for run, other in combinations(runs, 2):
         # The digest is of all prompts: if they are not the same ones, it tells nothing of those
-        # that are shared. Older reports have none.
-        told = [each.report.prompts for each in (run, other)]
+        # that are shared.
         counts = [prompts.get("num_prompts") for prompts in told]
-        digests = [prompts.get("sha256") for prompts in told]
         alike = list(run.plain) == list(other.plain) and counts[0] == counts[1]
         if alike and None not in digests and digests[0] != digests[1]:
             raise ValueError(

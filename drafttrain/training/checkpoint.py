@@ -104,10 +104,9 @@ class Checkpoints:
         named = self._index().get("best")
         return self.folder / named if named in self._names() else None
 
-    def is_best(self, engine: Engine, step: int) -> bool:
-        """Return whether the checkpoint marked best is of this step, the same on every rank."""
-        best = self.best() if engine.is_main else None
-        found = best is not None and _step_and_visit(best.name)[0] == step
+    def resumed_best(self, engine: Engine) -> bool:
+        """Return whether the checkpoint resumed from is the best one, the same on every rank."""
+        found = engine.is_main and self._whole is not None and self._whole == self.best()
         return bool(engine.ranks.broadcast_object(found))
 
     def load_chosen(self) -> tuple[Path, TrainState, dict[str, Tensor]] | None:

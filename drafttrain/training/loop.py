@@ -152,7 +152,7 @@ def train(
                     improved = highest is None or now >= highest - error
                     # A finished run that is resumed measures its best weights again.
                     if improved and best is not None and state.step == saved:
-                        improved = not checkpoints.is_best(engine, saved)
+                        improved = not checkpoints.resumed_best(engine)
                     if improved:
                         highest = now if highest is None else max(now, highest)
                         extra = state.extra | {"highest": highest}

@@ -168,8 +168,11 @@ def test_large_weights_are_written_in_shards_and_read_together(
     assert not any((tmp_path / "out").glob("model-*"))
 
 
-def test_a_link_to_a_folder_is_followed_and_the_place_where_one_is_has_a_name(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_link_to_a_folder_is_followed_and_the_place_where_one_is_refused(
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     source = eagle3().write(tmp_path / "theirs")
     (tmp_path / "real").mkdir()
@@ -180,8 +183,8 @@ def test_a_link_to_a_folder_is_followed_and_the_place_where_one_is_has_a_name(
         assert (tmp_path / "real" / "config.json").is_file()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert convert(source, tiny_target_dir, Path()) == 0
-    assert (tmp_path / "here" / "config.json").is_file()
+    assert convert(source, tiny_target_dir, Path()) == 2
+    assert "must be another folder than the one that the command runs in" in capsys.readouterr().err
     left = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")}
     assert left == {"theirs", "real", "link", "here"}
 

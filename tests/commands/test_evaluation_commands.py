@@ -115,7 +115,8 @@ def test_a_run_of_another_family_is_named_before_its_weights_are_compared(
     assert main(["evaluate", *told]) == 2
     said = capsys.readouterr().err
     family = load_config(run)["drafter"]["name"]
-    assert f"holds a drafter of the family {family}, got drafter=hydra_heads; leave" in said
+    assert f"holds a drafter of the family {family}, got drafter=hydra_heads; give" in said
+    assert main(["evaluate", *told[:-1], "drafter.name=mine"]) == 0, "a name is no family"
 
 
 def test_measurements_of_another_drafter_are_not_taken_up(run: Path, tmp_path: Path) -> None:

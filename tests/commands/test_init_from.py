@@ -179,13 +179,14 @@ def test_an_export_is_trained_further_and_keeps_its_shape(
     assert main(["export", f"run.dir={run}", f"export.dir={served}", "export.dtype=float32"]) == 0
     data = f"data.path={run.parent / 'data.jsonl'}"
     told = [f"run.init_from={served}", f"run.dir={adapted}", f"model.path={other_target}", data]
-    assert train(*told, "trainer.max_steps=1", "drafter=eagle3", "drafter.unroll=1") == 0
+    told += ["trainer.max_steps=1", "drafter=eagle3", "drafter.unroll=1"]
+    assert train(*told, "drafter.draft_vocab_size=5000") == 0, "at most so many"
     assert "the target has changed" in capsys.readouterr().out
     assert same(start_of(adapted), weights_of(run))
     assert yaml.safe_load((adapted / "config.yaml").read_text())["drafter"]["name"] == "eagle3"
 
     again = tmp_path / "again"  # without naming the family
-    told[1] = f"run.dir={again}"
+    told[1:] = [f"run.dir={again}", *told[2:4]]
     assert train(*told, "trainer.max_steps=1") == 0
     assert yaml.safe_load((again / "config.yaml").read_text())["drafter"]["name"] == "eagle3"
     # And it resumes where it stopped, told the same, or the family too, wherever its origin is now.

@@ -654,7 +654,7 @@ def test_prompts_of_other_texts_are_not_paired_by_their_ids(tmp_path: Path) -> N
 
 
 def test_prompts_that_became_other_text_are_not_compared(tmp_path: Path) -> None:
-    about = {"source": "prompts.jsonl", "template": "chat", "template_date": "2024-07-26"}
+    about = {"source": "prompts.jsonl", "template": "chat"}
     thinking = [{}, {"enable_thinking": True}]
     a, b = (
         write_run(tmp_path / name, results(), prompts=about | {"template_kwargs": kwargs})
@@ -664,6 +664,8 @@ def test_prompts_that_became_other_text_are_not_compared(tmp_path: Path) -> None
         compared(a, b)
     older = write_run(tmp_path / "c", results(), overrides=("drafter.unroll=2",))
     assert compared(a, older)["conditions"]["data.template"] == "chat"
+    with pytest.raises(ValueError, match=r"same data\.template_kwargs .*a has .*b has"):
+        compared(older, a, b)
 
 
 def test_a_report_from_before_batches_had_one_row(tmp_path: Path) -> None:

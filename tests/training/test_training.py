@@ -267,9 +267,14 @@ def test_resuming_a_finished_run_leaves_its_checkpoints(target: Target, tmp_path
     """Their names stand in evaluations and tuned.json, and batch scripts always resume."""
     config = trainer(validate_every=3, keep_checkpoints=1)
     start("medusa", target, tmp_path, config, metrics_on_rank_0([1.1, 1.5], error=0.1))
-    before = {path: path.stat() for path in (tmp_path / "checkpoints").rglob("*")}
+
+    def written() -> dict[Path, tuple[int, int]]:
+        every = (tmp_path / "checkpoints").rglob("*")
+        return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in every}
+
+    before = written()
     start("medusa", target, tmp_path, config, metrics_on_rank_0([1.5], error=0.1))
-    assert {path: path.stat() for path in (tmp_path / "checkpoints").rglob("*")} == before
+    assert written() == before
     assert Checkpoints(tmp_path / "checkpoints", 1).best() in before
 
 

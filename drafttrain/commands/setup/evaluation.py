@@ -254,7 +254,6 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
             "sha256": prompts_sha256(prompts),
             "template": template.kind,
             "template_kwargs": template.kwargs,
-            "template_date": template.date,
             "task_by": source.task_by,
             "num_prompts": len(prompts),
             "skipped": skipped.to_dict(),

@@ -9,13 +9,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafttrain.commands.setup.own_layouts import own_layouts
-from drafttrain.commands.setup.target_and_drafter import GivenDrafter, best_of, expected_spec
-from drafttrain.config.compose import load_choice, recorded
+from drafttrain.commands.setup.target_and_drafter import (
+    GivenDrafter,
+    best_of,
+    expected_spec,
+    require_family,
+)
+from drafttrain.config.compose import load_choice
 from drafttrain.config.overrides import UsageError
 from drafttrain.config.resume import check_resumed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.base import Drafter, DrafterConfig
+from drafttrain.drafters.base import Drafter, DrafterConfig, draft_vocab_size
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.runtime.disk import replacing, write_whole, writing
 from drafttrain.runtime.run_folder import CONFIG, has_checkpoints
@@ -51,12 +56,7 @@ def starting_point(config: TrainConfig) -> GivenDrafter | None:
 
 def _of_run(folder: Path, config: DrafterConfig, spec: TargetSpec) -> GivenDrafter:
     checkpoint, state, weights = best_of(folder, "run.init_from")
-    trained = recorded(folder, TrainConfig, "run.init_from").drafter
-    if type(trained) is not type(config):
-        raise ValueError(
-            f"run.init_from={folder} holds a drafter of the family {trained.name}, got "
-            f"drafter={config.name}; give drafter={trained.name}"
-        )
+    require_family(folder, "run.init_from", config)
     drafter = config.build(spec)
     try:
         drafter.load_weights(weights)
@@ -109,11 +109,16 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> GivenDra
 def _require_given_shape(folder: Path, given: DrafterConfig, drafter: Drafter) -> None:
     """Raise ValueError for a setting that was asked for, and that the files contradict."""
     usual = load_choice("drafter", given.name)
-    has = {field.name: getattr(drafter.config, field.name) for field in fields(given)}
-    has |= {"draft_vocab_size": drafter.draft_vocab_size} if "draft_vocab_size" in has else {}
-    for key, value in has.items():
-        asked = getattr(given, key)
-        if asked not in (getattr(usual, key), value):
+    for key in (field.name for field in fields(given)):
+        asked, value = getattr(given, key), getattr(drafter.config, key)
+        if asked == getattr(usual, key):
+            continue
+        if key == "draft_vocab_size":  # at most so many: fewer are kept where fewer occur
+            value = draft_vocab_size(drafter)
+            differs = asked < value
+        else:
+            differs = sorted(asked) != value if key == "layers" and asked else asked != value
+        if differs:
             raise ValueError(
                 f"drafter.{key} must be left out, or {value} as in run.init_from={folder}, got "
                 f"{asked}; leave out run.init_from to train a drafter of another shape"

@@ -14,7 +14,7 @@ from torch import Tensor
 from drafttrain.commands.setup.members import member_of
 from drafttrain.commands.setup.own_layouts import own_layouts
 from drafttrain.commands.setup.store_contents import refuse_without_store
-from drafttrain.config.compose import load_choice
+from drafttrain.config.compose import load_choice, recorded
 from drafttrain.config.sections import CaptureConfig, TrainConfig
 from drafttrain.core.ops.graphs import CAPTURES
 from drafttrain.core.types import FeatureSource, Sample, TargetSpec
@@ -246,22 +246,27 @@ def recorded_spec(run: Path) -> TargetSpec:
 def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Drafter, Path | None]:
     """Return a run's drafter with the weights of its best checkpoint, if it has any, on the CPU.
 
-    ValueError where the run has no checkpoint, or was trained on another target.
+    ValueError where the run has no checkpoint, or is of another family or target.
     """
+    if config.trainable and (run / CONFIG).is_file():
+        require_family(run, "run.dir", config)
     drafter = config.build(spec)
     if not drafter.config.trainable:
         return drafter, None
     checkpoint, state, weights = best_of(run, "run.dir")
-    saved = load_config(run) if (run / CONFIG).is_file() else {}
-    trained = saved.get("drafter", {}).get("name", config.name)
-    if trained != config.name:
-        raise ValueError(
-            f"run.dir={run} holds a drafter of the family {trained}, got drafter={config.name}; "
-            f"leave out drafter=, or give another run.dir to measure {config.name}"
-        )
     check_fingerprint(checkpoint, state.fingerprint, spec)
     drafter.load_weights(weights)
     return drafter, checkpoint
+
+
+def require_family(run: Path, key: str, config: DrafterConfig) -> None:
+    """Raise ValueError if a run trained a drafter of another family than this configuration's."""
+    trained = recorded(run, TrainConfig, key).drafter
+    if type(trained) is not type(config):
+        raise ValueError(
+            f"{key}={run} holds a drafter of the family {trained.name}, got drafter={config.name}; "
+            f"give drafter={trained.name}"
+        )
 
 
 def best_of(run: Path, key: str) -> tuple[Path, TrainState, dict[str, Tensor]]:

@@ -69,9 +69,10 @@ def all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
     ours |= {name for name in found if name.endswith(CODE)}
     foreign = [name for name in found if not export or name not in ours]
     if foreign:
+        why = "" if export else f", and no {CARD} that says it is drafttrain's export"
         raise ValueError(
             f"export.dir must be empty or hold only an earlier export, but {folder} holds "
-            f"{', '.join(foreign[:5])}; choose another folder"
+            f"{', '.join(foreign[:5])}{why}; choose another folder"
         )
     if found and not overwrite:
         raise ValueError(
