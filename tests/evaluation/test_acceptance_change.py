@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from builders import BY_TEMPLATE
-from test_evaluate import PROMPTS, drafters, settings, target
+from test_evaluate import PROMPTS, drafters, settings
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.decode.loop import speculative_decode
@@ -14,7 +14,7 @@ from drafttrain.evaluation.measure import first_turn
 from drafttrain.report.results import BeforeAfter, Change, Estimate
 from drafttrain.target.model import Target
 
-__all__ = ["drafters", "target"]
+__all__ = ["drafters"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -149,7 +149,7 @@ def medusa(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
         known = batch.positions[all_rows, all_ahead] >= 2 + k
         rows, ahead = all_rows[known], all_ahead[known]
         labels = batch.tokens[rows, ahead]
-        logits = drafter._say(k, hidden[rows, ahead - 2 - k])
+        logits = drafter._predict(k, hidden[rows, ahead - 2 - k])
         loss = config.token_loss(
             logits, None if target_probs is None else target_probs[known], labels
         )

@@ -310,7 +310,7 @@ def test_teacher_forced_alpha_is_the_overlap_of_the_distributions(
             for ahead in range(2 + k, len(sample.tokens)):
                 if sample.loss_mask[ahead]:
                     theirs = target.readout.logits(final[ahead - 1]).softmax(-1)
-                    ours = drafter._say(k, final[ahead - 2 - k]).softmax(-1)  # type: ignore[operator]
+                    ours = drafter._predict(k, final[ahead - 2 - k]).softmax(-1)  # type: ignore[operator]
                     overlaps.append(float(torch.minimum(theirs, ours).sum().detach()))
         alpha = sum(overlaps) / len(overlaps)
         assert metrics[f"val/alpha_{k + 1}"] == pytest.approx(alpha, rel=1e-4)
