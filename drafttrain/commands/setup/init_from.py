@@ -116,8 +116,10 @@ def _require_given_shape(folder: Path, given: DrafterConfig, drafter: Drafter) -
         if key == "draft_vocab_size":  # at most so many: fewer are kept where fewer occur
             value = draft_vocab_size(drafter)
             differs = asked < value
+        elif key == "layers":  # captured in their order, however they were listed
+            differs = sorted(asked or ()) != value
         else:
-            differs = sorted(asked) != value if key == "layers" and asked else asked != value
+            differs = asked != value
         if differs:
             raise ValueError(
                 f"drafter.{key} must be left out, or {value} as in run.init_from={folder}, got "

@@ -248,20 +248,27 @@ def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Dr
 
     ValueError where the run has no checkpoint, or is of another family or target.
     """
-    if config.trainable and (run / CONFIG).is_file():
+    if not config.trainable:
+        return config.build(spec), None
+    if (run / CONFIG).is_file():
         require_family(run, "run.dir", config)
     drafter = config.build(spec)
-    if not drafter.config.trainable:
-        return drafter, None
     checkpoint, state, weights = best_of(run, "run.dir")
     check_fingerprint(checkpoint, state.fingerprint, spec)
     drafter.load_weights(weights)
     return drafter, checkpoint
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """What of a run's configuration tells the family: nothing else of it need be readable."""
+
+    drafter: DrafterConfig
+
+
 def require_family(run: Path, key: str, config: DrafterConfig) -> None:
     """Raise ValueError if a run trained a drafter of another family than this configuration's."""
-    trained = recorded(run, TrainConfig, key).drafter
+    trained = recorded(run, _Trained, key).drafter
     if type(trained) is not type(config):
         raise ValueError(
             f"{key}={run} holds a drafter of the family {trained.name}, got drafter={config.name}; "
