@@ -56,10 +56,14 @@ CHAT_TEMPLATE = (
 gc.disable()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     own = os.environ.get("CONFIG_DIR")
     if own and not any(Path(own).glob("drafter/*.yaml")):
         raise pytest.UsageError(f"CONFIG_DIR must name a folder with drafter/NAME.yaml, got {own}")
+    if record := os.environ.get("RECORD_DURATIONS"):
+        from record_durations import Durations
+
+        config.pluginmanager.register(Durations(Path(record).resolve()))
 
 
 def pytest_collection_finish() -> None:
