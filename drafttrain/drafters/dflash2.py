@@ -241,7 +241,7 @@ class DFlash2(DFlash):
         self, states: Float[Tensor, "block hidden"], readout: Readout
     ) -> Int[Tensor, "block candidate"]:
         """Return the most likely tokens of each state, a chunk of logits at a time."""
-        budget, fewest = limits_of_chunks(states.device)
+        budget, fewest, _ = limits_of_chunks(states.device)
         parts = states.split(max(fewest, budget // len(readout.head)))
         most = self.config.selector_top_k
         likely = (readout.logits(part.to(readout.head.dtype)).topk(most) for part in parts)
