@@ -6,6 +6,7 @@ which is more than what separates a good drafter's distribution from its target'
 """
 
 import threading
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -30,23 +31,37 @@ def wide_linear(
 ) -> Float[Tensor, "row column"]:
     """Return values @ weight.T + bias, in float32 or in the dtype of the inputs if that is wider.
 
-    Not differentiable. values and weight have one dtype, or the weight is a float32 copy, which a
-    caller makes who multiplies by it many times on a CPU. fused: whether the device can multiply
-    bfloat16 into float32; None asks it.
+    values and weight have one dtype, or the weight is a float32 copy, which a caller makes who
+    multiplies by it many times on a CPU. fused: whether the device can multiply bfloat16 into
+    float32; None asks it.
     """
-    wide = wide_dtype(values)
-    if values.dtype == wide:
-        product = values @ weight.T
-    elif weight.dtype == wide:
-        product = _rounded_inside(values.to(wide), weight)
-    elif multiplies_into_float32(values.device.type) if fused is None else fused:
-        product = torch.mm(values, weight.T, out_dtype=wide)
-    else:
-        rows = max(1, BLOCK_ELEMENTS // weight.shape[1])
-        copied = values.to(wide)
-        parts = [_rounded_inside(copied, part.to(wide)) for part in weight.split(rows)]
-        product = torch.cat(parts, dim=1)
-    return product if bias is None else product.add_(bias)
+    product = _WideProduct.apply(values, weight, fused)
+    return product if bias is None else product + bias
+
+
+class _WideProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor, fused: bool | None) -> Tensor:
+        ctx.save_for_backward(values, weight)
+        wide, device = wide_dtype(values), values.device.type
+        with torch.autocast(device, enabled=False):
+            if values.dtype == wide:
+                return values @ weight.T
+            if weight.dtype == wide:
+                return _rounded_inside(values.to(wide), weight)
+            if multiplies_into_float32(device) if fused is None else fused:
+                return torch.mm(values, weight.T, out_dtype=wide)
+            rows, copied = max(1, BLOCK_ELEMENTS // weight.shape[1]), values.to(wide)
+            parts = [_rounded_inside(copied, part.to(wide)) for part in weight.split(rows)]
+            return torch.cat(parts, dim=1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        values, weight = ctx.saved_tensors
+        grad = grad.to(values.dtype)
+        of_weight = (grad.T @ values).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad @ weight.to(values.dtype), of_weight, None
 
 
 def _rounded_inside(values: Tensor, weight: Tensor) -> Tensor:
