@@ -237,6 +237,9 @@ class _Pass:
         """Return a weight as `wide_linear` takes it; several heads may have the same one."""
         if weight is None or rounded is None or self.fused or rounded.dtype == wide_dtype(rounded):
             return rounded
+        readout = None if self.task.target_probs is None else self.task.target_probs.readout
+        if readout is not None and weight is readout.head:
+            return readout.float32_head()
         if id(weight) not in self.copies:
             self.copies[id(weight)] = weight.to(wide_dtype(weight))
         return self.copies[id(weight)]
