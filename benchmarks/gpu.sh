@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in 9 minutes on an H200 with 16 cores: the gpu tests (kernels, gradients,
-# waits of the host, memory; 60 s); every family by benchmarks/protocols/families.md with three seeds and
+# Everything that needs a GPU, in 12 minutes on an H200 with 16 cores: what float32 logits cost and gain
+# (benchmarks/logits.py, at most 3 minutes); the gpu tests (kernels, gradients, waits of the host,
+# memory; 60 s); every family by benchmarks/protocols/families.md with three seeds and
 # its acceptance, several at a time (4 minutes, and 90 s to compare); the speed of some at the cost of
 # 8B, one after the other (30 s each); passes of a random 8B model against the bound of memory,
 # training shapes (half a minute). Only when it is asked for, in 5 minutes: the search of
 # benchmarks/protocols/defaults.md. Needs drafttrain's dependencies.
 #
 #   benchmarks/gpu.sh [OUT [STEP ...]]   OUT: where runs and logs go (default outputs/gpu);
-#                                        STEP: tests, families, speeds, passes, train (default:
-#                                        these), defaults
+#                                        STEP: logits, tests, families, speeds, passes, train
+#                                        (default: these), defaults
 #   SEEDS, FAMILIES and TIMED (those of `speeds`) choose; MORE: overrides of every training;
 #   SMALL: the folder of the small target of `defaults`.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=$(realpath -m "${1:-outputs/gpu}")
 STEPS=("${@:2}")
-[ ${#STEPS[@]} -gt 0 ] || STEPS=(tests families speeds passes train)
+[ ${#STEPS[@]} -gt 0 ] || STEPS=(logits tests families speeds passes train)
 PYTHON=${PYTHON:-python}
 PROCESSES=${PROCESSES:-16}
 # Those that take longest first.
@@ -96,6 +97,13 @@ measured() {
 passes() { measured passes; }
 
 train() { measured train --only-record --repeats 3; }
+
+logits() {
+    local log=$OUT/logs/logits.log processes=$((PROCESSES < 12 ? PROCESSES : 12))
+    timeout 240 $PYTHON benchmarks/logits.py --out "$OUT/logits" --processes "$processes" \
+        >"$log" 2>&1 || tail -n 3 "$log"
+    grep -E "^(\||gradients|steps|acceptance)" "$log"
+}
 
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || exit 1
 for step in "${STEPS[@]}"; do

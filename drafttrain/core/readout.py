@@ -10,6 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from drafttrain.core.ops.layer_calls import wide_dtype
+from drafttrain.core.ops.products import wide_linear
+
 
 @dataclass(frozen=True)
 class Readout:
@@ -30,21 +33,48 @@ class Readout:
         vectors = [vector for vector in (self.norm, self.head_bias) if vector is not None]
         return sum(tensor.nbytes for tensor in tables + vectors)
 
+    def float32_head(self) -> Float[Tensor, "vocab hidden"]:
+        """Return a copy of the head in float32 at least, which is kept until the head changes.
+
+        For a CPU: making it for every step takes a tenth of a small drafter's step.
+        """
+        made: tuple[int, Tensor] | None = vars(self).get("_float32_head")
+        if made is None or made[0] != self.head._version:
+            made = self.head._version, self.head.to(wide_dtype(self.head))
+            vars(self)["_float32_head"] = made
+        return made[1]
+
     def embed(self, tokens: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
         """Return the embedding that the target's first layer reads."""
         embedded = functional.embedding(tokens, self.embedding)
         return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
 
     def logits(self, final_hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
-        """Return the target's logits from hidden states after its final norm."""
+        """Return the target's logits from hidden states after its final norm, in its dtype.
+
+        Verification takes these: they are what the target generates from.
+        """
         logits = functional.linear(final_hidden, self.head, self.head_bias)
         return scaled(logits, self.logit_scale, self.soft_cap)
+
+    def float32_logits(
+        self, hidden: Float[Tensor, "*shape hidden"]
+    ) -> Float[Tensor, "*shape vocab"]:
+        """Return the logits for a loss: in float32 at least, whatever the head's dtype.
+
+        In bfloat16 they would be rounded to 8 bits, and a good drafter's gradient would be noise.
+        """
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(self.head.dtype)
+        logits = wide_linear(flat, self.head, self.head_bias)
+        return scaled(logits, self.logit_scale, self.soft_cap).unflatten(0, hidden.shape[:-1])
 
     def logits_of(
         self, tokens: Int[Tensor, "*shape token"], final_hidden: Float[Tensor, "*shape hidden"]
     ) -> Float[Tensor, "*shape token"]:
-        """Return the logits of a few tokens of each position alone."""
-        logits = (self.head[tokens] @ final_hidden[..., None])[..., 0]
+        """Return the logits of a few tokens of each position alone, in float32 at least."""
+        wide = wide_dtype(self.head)
+        with torch.autocast(final_hidden.device.type, enabled=False):
+            logits = (self.head[tokens].to(wide) @ final_hidden.to(wide)[..., None])[..., 0]
         logits = logits if self.head_bias is None else logits + self.head_bias[tokens]
         return scaled(logits, self.logit_scale, self.soft_cap)
 

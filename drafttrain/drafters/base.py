@@ -15,10 +15,11 @@ While decoding, x_t+1 is the last token: committed, chosen by the target, but no
 the first drafted token is always two positions after the newest feature.
 
 The token at column c of a batch is compared with the target's distribution one position before it:
-the softmax of `readout.logits(features.final_hidden[rows, c - 1])`. Features and readout have the
-target's dtype, which need not be the drafter's: convert what you read
+the softmax of `readout.float32_logits(features.final_hidden[rows, c - 1])`. Features and readout
+have the target's dtype, which need not be the drafter's: convert what you read
 (`features.final_hidden.to(dtype_of(self))`, from core/ops/layer_calls.py, which knows of autocast)
-and what you give to the readout (`readout.logits(states.to(readout.head.dtype))`).
+and what you give to the readout in `expand` (`readout.logits(states.to(readout.head.dtype))`); for
+a loss `readout.float32_logits(states)`, which bfloat16 does not round.
 
 What there is for your own: core/types.py has what batches, features and loss terms hold,
 core/readout.py what a readout does, core/losses.py losses to take: `class C(TokenLossConfig,

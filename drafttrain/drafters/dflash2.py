@@ -228,9 +228,7 @@ class DFlash2(DFlash):
 
         def scored(states: Tensor) -> Tensor:
             logits = readout.logits_of(candidates, states.to(readout.head.dtype))
-            return logits.to(wide_dtype(logits)) + self.candidate_selector(
-                before, states, candidates
-            )
+            return logits + self.candidate_selector(before, states, candidates)
 
         scores = recomputed(scored, states)
         losses = functional.cross_entropy(scores, places, reduction="none")
@@ -241,10 +239,10 @@ class DFlash2(DFlash):
         self, states: Float[Tensor, "block hidden"], readout: Readout
     ) -> Int[Tensor, "block candidate"]:
         """Return the most likely tokens of each state, a chunk of logits at a time."""
-        budget, fewest = limits_of_chunks(states.device)
+        budget, fewest, _ = limits_of_chunks(states.device)
         parts = states.split(max(fewest, budget // len(readout.head)))
         most = self.config.selector_top_k
-        likely = (readout.logits(part.to(readout.head.dtype)).topk(most) for part in parts)
+        likely = (readout.float32_logits(part).topk(most) for part in parts)
         return torch.cat([found.indices for found in likely])
 
     def expand(

@@ -70,13 +70,21 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(width, 1)
+        self.proj = LentLinear(width, 1)
 
     def forward(
         self, states: Float[Tensor, "*node hidden"], embedded: Float[Tensor, "*node rank"]
     ) -> Float[Tensor, "*node"]:
-        """Return logits from the states and the embeddings of the tokens before."""
-        return self.proj(torch.cat([states, embedded], dim=-1))[..., 0]
+        """Return logits in float32, from the states and the embeddings of the tokens before."""
+        read = torch.cat([states, embedded], dim=-1)
+        read = read.to(wide_dtype(read))
+
+        def product(read: Tensor) -> Tensor:
+            with torch.autocast(read.device.type, enabled=False):
+                weight, bias = self.proj.weight.to(read.dtype), self.proj.bias.to(read.dtype)
+                return functional.linear(read, weight, bias)
+
+        return within_calls([self.proj], read, product)[..., 0]
 
 
 @dataclass

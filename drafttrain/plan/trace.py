@@ -285,7 +285,8 @@ def trace(
     target: returns Transformers' configuration of the target. ValueError where the drafter does not
     fit the target; UnknownCostError where its code needs values.
     """
-    dtype, budget = getattr(torch, load.dtype), CHUNK_ELEMENTS["cpu" if load.on_cpu else "cuda"]
+    device_type = "cpu" if load.on_cpu else "cuda"
+    dtype, budget = getattr(torch, load.dtype), CHUNK_ELEMENTS[device_type]
     trained = load.tokens * load.loss_share
     chunk = min(trained, max(FEWEST_POSITIONS, budget // spec.vocab_size))
     with torch.device("meta"):
@@ -300,7 +301,7 @@ def trace(
         with _unknown(config.name):
             _outline(drafter, torch.bfloat16 if load.low else torch.float32)
             with LayerCalls(recompute).active():
-                return _step(drafter, dtype, load.loss_share, chunk, budget)
+                return _step(drafter, dtype, load.loss_share, chunk, budget, device_type)
 
     @functools.cache
     def draft() -> DraftCost:
@@ -331,7 +332,9 @@ def _unknown(name: str) -> Iterator[None]:
         raise UnknownCostError(f"drafter={name} cannot be planned: {shown(error, 400)}") from error
 
 
-def _step(drafter: Drafter, dtype: torch.dtype, share: float, chunk: float, budget: int) -> Step:
+def _step(
+    drafter: Drafter, dtype: torch.dtype, share: float, chunk: float, budget: int, device_type: str
+) -> Step:
     """Return the cost of a step, from two small ones whose difference is the cost per token.
 
     Everything but the weights' own share grows with the tokens; the losses up to a chunk of them.
@@ -340,7 +343,10 @@ def _step(drafter: Drafter, dtype: torch.dtype, share: float, chunk: float, budg
     tokens = max(TRACED, math.ceil((drafter.unroll + 2) / share))
     few = max(1, round(tokens * share))
     small, large = (
-        _traced(drafter, dtype, times * tokens, times * few, int(budget * times * few / chunk))
+        _traced(
+            *(drafter, dtype, times * tokens, times * few),
+            *(int(budget * times * few / chunk), device_type),
+        )
         for times in (1, 2)
     )
     pairs = zip([small.kept, *small.history], [large.kept, *large.history], strict=True)
@@ -366,7 +372,9 @@ def _largest(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(found)
 
 
-def _traced(drafter: Drafter, dtype: torch.dtype, tokens: int, trained: int, budget: int) -> Count:
+def _traced(
+    drafter: Drafter, dtype: torch.dtype, tokens: int, trained: int, budget: int, device_type: str
+) -> Count:
     """Return the counts of forward and backward of one row with so many trained tokens."""
     readout, batch, features = _inputs(drafter, dtype, tokens, trained)
     parameters = list(drafter.parameters())
@@ -375,7 +383,7 @@ def _traced(drafter: Drafter, dtype: torch.dtype, tokens: int, trained: int, bud
             parameter.register_post_accumulate_grad_hook(_forget)
     known = [*drafter.buffers(), *features.captured.values(), features.final_hidden]
     known += [readout.embedding, readout.head]
-    with Count(parameters, known) as count, chunk_limits(budget, trained):
+    with Count(parameters, known) as count, chunk_limits(budget, trained, device_type):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             losses = drafter(batch, features, NoNoise())
         count.kept, count.end = count.now, len(count.history)

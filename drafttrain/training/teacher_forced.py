@@ -129,8 +129,8 @@ def drafted_along(
             draft = drafter.vocab.scatter(draft)
         at = places + level + 1  # the drafted token; the target predicts it one position before
         inside = at.clamp(max=length - 1)
-        hidden = features.final_hidden[row, inside - 1].to(features.readout.head.dtype)
-        target = features.readout.logits(hidden).float().softmax(-1)
+        hidden = features.final_hidden[row, inside - 1]
+        target = features.readout.float32_logits(hidden).softmax(-1)
         counted = (at < length) & trained[inside]
         sums[level, 0] += (torch.minimum(target, draft).sum(-1) * counted).sum()
         sums[level, 1] += counted.sum()

@@ -132,7 +132,7 @@ class Validation:
             batch = placed(collate([sample]), ranks.device)
             final = self.target.features(batch, ()).final_hidden
             rows, ahead = positions_to_predict(batch, 1)
-            logits = self.target.readout.logits(final[rows, ahead - 1])
+            logits = self.target.readout.float32_logits(final[rows, ahead - 1])
             sums[0] += hard_cross_entropy(logits, batch.tokens[rows, ahead]).sum()
             sums[1] += len(rows)
         total, count = ranks.sum_over_ranks(sums).tolist()

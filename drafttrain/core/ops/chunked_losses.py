@@ -9,17 +9,17 @@ target's distribution of a chunk is computed once, for all depths or heads that 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional
 
 from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import wide_dtype
+from drafttrain.core.ops.products import multiplies_into_float32, wide_linear
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import LossTerm
 from drafttrain.core.vocab import DraftVocab
@@ -27,23 +27,23 @@ from drafttrain.core.vocab import DraftVocab
 # Logits of a chunk: few enough for a CPU's cache, enough to occupy a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
 FEWEST_POSITIONS = 128  # with fewer, reading the head's weight takes longer than the product
-_limits: ContextVar[tuple[int, int] | None] = ContextVar("chunk_limits", default=None)
+_limits: ContextVar[tuple[int, int, str] | None] = ContextVar("chunk_limits", default=None)
 
 
 @contextmanager
-def chunk_limits(elements: int, fewest: int) -> Iterator[None]:
-    """Use these limits of chunks in the block, whatever the device: a plan is for another one."""
-    token = _limits.set((elements, fewest))
+def chunk_limits(elements: int, fewest: int, device_type: str = "cpu") -> Iterator[None]:
+    """Compute in the block as this type of device does, in chunks of these limits: for a plan."""
+    token = _limits.set((elements, fewest, device_type))
     try:
         yield
     finally:
         _limits.reset(token)
 
 
-def limits_of_chunks(device: torch.device) -> tuple[int, int]:
-    """Return how many logits a chunk has at most, unless these are of its fewest positions."""
+def limits_of_chunks(device: torch.device) -> tuple[int, int, str]:
+    """Return how many logits a chunk has at most, its fewest positions, and the type of device."""
     usual = CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"], FEWEST_POSITIONS
-    return _limits.get() or usual
+    return _limits.get() or (*usual, device.type)
 
 
 @dataclass(frozen=True)
@@ -172,11 +172,17 @@ class _Pass:
         self.task, self.factors, self.backward = task, factors, any(wanted)
         depths, device = len(task.places), task.places.device
         self.states: list[Any] = list(tensors[:depths])
-        parameters, heads = [task.cast(tensor) for tensor in tensors[depths:]], len(task.heads)
-        self.weights = parameters[:heads]
-        self.biases = parameters[heads : 2 * heads]
-        self.added = parameters[2 * heads :]
-        self.wide = torch.promote_types(self.weights[0].dtype, torch.float32)
+        self.budget, self.fewest, device_type = limits_of_chunks(device)
+        self.fused = multiplies_into_float32(device_type)
+        heads = len(task.heads)
+        weights, self.biases, added = (
+            tensors[start : start + heads] for start in range(depths, len(tensors), heads)
+        )
+        self.copies: dict[int, Tensor] = {}
+        self.weights, self.added = [*map(task.cast, weights)], [*map(task.cast, added)]
+        self.read_weights = [*map(self._as_read, weights, self.weights)]
+        self.read_added = [*map(self._as_read, added, self.added)]
+        self.wide = wide_dtype(self.weights[0])
         # A state's gradient is written once, a parameter's summed over chunks in float32 or wider.
         self.gradients = [
             torch.zeros_like(tensor, dtype=tensor.dtype if i < depths else wide_dtype(tensor))
@@ -195,10 +201,10 @@ class _Pass:
         self.overlap = torch.zeros(by_position, dtype=self.wide, device=device)
         self.target = None
         if task.target_probs is not None:
-            theirs = OutputHead.of(task.target_probs.readout)
-            weight, bias = task.cast(theirs.weight), task.cast(theirs.bias)
-            self.target = replace(theirs, weight=weight, bias=bias)
-        self.budget, self.fewest = limits_of_chunks(device)
+            self.target = OutputHead.of(task.target_probs.readout)
+            rounded = task.cast(self.target.weight)
+            self.target_dtype = rounded.dtype
+            self.target_weight = self._as_read(self.target.weight, rounded)
         with torch.autocast(device.type, enabled=False):
             self._run()
 
@@ -227,13 +233,36 @@ class _Pass:
                 for group in (depths[i : i + together] for i in range(0, len(depths), together)):
                     self._compare(index, group, at, places, labels, choices, probs, overlap)
 
+    def _as_read(self, weight: Tensor | None, rounded: Tensor | None) -> Any:
+        """Return a weight as `wide_linear` takes it; several heads may have the same one."""
+        if weight is None or rounded is None or self.fused or rounded.dtype == wide_dtype(rounded):
+            return rounded
+        readout = None if self.task.target_probs is None else self.task.target_probs.readout
+        if readout is not None and weight is readout.head:
+            return readout.float32_head()
+        if id(weight) not in self.copies:
+            self.copies[id(weight)] = weight.to(wide_dtype(weight))
+        return self.copies[id(weight)]
+
+    def _logits(
+        self, head: OutputHead, weight: Tensor, bias: Tensor | None, hidden: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return logits in float32 at least, and the derivative of their soft cap, if any."""
+        logits = wide_linear(hidden, weight, bias, self.fused)
+        if head.scale != 1.0:
+            logits = logits.mul_(head.scale)
+        if head.soft_cap is None:
+            return logits, None
+        bent = logits.div_(head.soft_cap).tanh_()
+        return head.soft_cap * bent, 1 - bent.square()
+
     def _chunk(self, piece: slice) -> _ChunkProbs | None:
         """Return the target's distribution and choices at a chunk of positions, as constants."""
         target = self.task.target_probs
         if target is None or self.target is None:
             return None
-        hidden = target.final_hidden[target.places[piece]]
-        logits, _ = _logits(self.target, self.target.weight, self.target.bias, hidden)
+        hidden = target.final_hidden[target.places[piece]].to(self.target_dtype)
+        logits, _ = self._logits(self.target, self.target_weight, self.target.bias, hidden)
         logits = logits.to(self.wide)
         best = logits.max(-1)
         if target.vocab is None:
@@ -274,11 +303,10 @@ class _Pass:
         hidden = torch.cat(picked).mul_(known.flatten()[:, None]).to(self.weights[index].dtype)
         width = self.weights[index].shape[1]
         hidden, more = hidden[:, :width], hidden[:, width:]
-        logits, curve = _logits(head, self.weights[index], self.biases[index], hidden)
-        logits = logits.to(self.wide)
+        logits, curve = self._logits(head, self.read_weights[index], self.biases[index], hidden)
         if added is not None:
             more = more.to(added.dtype)
-            logits += functional.linear(more, added)
+            logits += wide_linear(more, self.read_added[index], fused=self.fused)
         factors = []
         for depth, here, part in zip(depths, known, logits.chunk(len(depths)), strict=True):
             hits = part.gather(-1, choices.clamp(min=0)[:, None])[:, 0] >= part.amax(-1)
@@ -356,19 +384,6 @@ class _Chunked(torch.autograd.Function):
         scaled = [g if g is None else g.mul_(scale) for g in gradients]
         pairs = zip(scaled, ctx.saved_tensors, strict=True)
         return None, None, *(g if g is None else g.to(tensor.dtype) for g, tensor in pairs)
-
-
-def _logits(
-    head: OutputHead, weight: Tensor, bias: Tensor | None, hidden: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Return logits, and the derivative of their soft cap in float32 at least, if any."""
-    logits = functional.linear(hidden.to(weight.dtype), weight, bias)
-    if head.scale != 1.0:
-        logits = logits.mul_(head.scale)
-    if head.soft_cap is None:
-        return logits, None
-    bent = torch.tanh(logits / head.soft_cap)
-    return head.soft_cap * bent, 1 - bent.to(wide_dtype(bent)).square()
 
 
 def _common(grads: Sequence[float], factors: Sequence[float]) -> float | None:
