@@ -78,12 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     1: a failure of the machine, a place held by another process, or an unexpected error. 130:
     Ctrl-C. 143: a scheduler's signal, after the progress was saved.
     """
-    # Torch reads these when it loads. OpenMP's threads spin for milliseconds before they sleep,
-    # which makes two threads ten times slower than one on a busy machine. Tens of microseconds are
-    # fine.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    # Shapes vary from step to step: segments that grow leave no gaps between blocks of many sizes.
+    # Torch reads it when it loads. Shapes vary from step to step: segments that grow leave no gaps
+    # between blocks of many sizes.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     arguments = list(sys.argv[1:] if argv is None else argv)
     folder = command = None

@@ -1,7 +1,9 @@
 """How this machine is used: device, dtype and threads, chosen explicitly and reported."""
 
+import functools
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +37,8 @@ def choose_device(config: HardwareConfig) -> str:
     ValueError where there is no such device. `join_ranks` decides which GPU a rank takes.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        _spin_briefly()
     torch.set_num_threads(config.threads or max(1, num_cores() // ranks_here))
     device = config.device
     if device == "auto":
@@ -48,6 +52,26 @@ def choose_device(config: HardwareConfig) -> str:
         # It plans anew for every shape, for milliseconds, and our shapes vary from pass to pass.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device
+
+
+@functools.cache
+def _spin_briefly() -> None:
+    """Let OpenMP's threads sleep soon after their work, where torch was imported before drafttrain.
+
+    GOMP_SPINCOUNT comes too late then. But libgomp spins a hundred times only (its manual, under
+    GOMP_SPINCOUNT) where it has more threads than there are cores: a thread that sleeps for good
+    keeps a team of one per core.
+    """
+    started = threading.Event()
+
+    def keep_a_team() -> None:
+        torch.ones(32768 * num_cores()).add_(1)  # as much as gives every core a part
+        started.set()
+        threading.Event().wait()
+
+    torch.set_num_threads(num_cores())
+    threading.Thread(target=keep_a_team, name="openmp-team", daemon=True).start()
+    started.wait()
 
 
 def choose_compiler(config: HardwareConfig, device: torch.device) -> str | None:

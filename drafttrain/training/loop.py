@@ -21,9 +21,10 @@ from drafttrain.data.batches import Batches, StepGroup
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.runtime.hardware import dtype_name
+from drafttrain.runtime.load import SpeedWatch
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.runtime.terminal import Tell, progress, silently
+from drafttrain.runtime.terminal import Tell, console, progress, silently
 from drafttrain.runtime.tracker import ACCEPTANCE_LENGTH, LOSS, SPEED, TOKENS, Tracker
 from drafttrain.runtime.untrusted_input import Count, typed
 from drafttrain.training.checkpoint import Checkpoints, TrainState
@@ -129,6 +130,7 @@ def train(
     meter.load_state_dict(state.extra.get("meter", {}))
     saved = state.step
     agreement = StopVote(engine.ranks, stop)
+    watch = SpeedWatch("training", console.print if engine.is_main else silently)
     with (
         progress("train", max(config.max_steps, saved), saved, show=engine.is_main) as tick,
         stop.deferred(meanwhile="this step is saved first"),
@@ -199,6 +201,7 @@ def train(
             )
             if state.step % config.log_every == 0 or state.step >= config.max_steps:
                 told = {"train/lr": lr, "train/grad_norm": grad_norm, TOKENS: state.tokens}
+                watch.add(meter.tokens, meter.busy_s)
                 metrics = meter.read() | told
                 tracker.log(state.step, metrics)
                 meter.note = f"loss {metrics[LOSS]:.3f}  {metrics[SPEED]:.0f} tokens/s"

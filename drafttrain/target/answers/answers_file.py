@@ -12,9 +12,10 @@ from drafttrain.data.prompts_to_answer import Question
 from drafttrain.data.skips import SkipReport
 from drafttrain.runtime.disk import replacing, write_whole, writing
 from drafttrain.runtime.journal import append_records, read_records, replace_records
+from drafttrain.runtime.load import SpeedWatch
 from drafttrain.runtime.lock import hold, of_answers
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.runtime.terminal import console, progress
+from drafttrain.runtime.terminal import console, progress, silently
 from drafttrain.runtime.untrusted_input import (
     Count,
     UntrustedError,
@@ -191,11 +192,13 @@ def regenerate(
     missing = answers.missing(asked)
     began, num_answered, num_tokens = time.monotonic(), 0, 0
     done = len(asked) - len(missing)
+    watch = SpeedWatch("answers", console.print if show else silently)
     with progress("regenerate", len(asked), done, show and bool(missing)) as tick:
         for outcomes in backend(missing) if missing else ():
             answers.add(outcomes)
             rows = [outcome for outcome in outcomes if isinstance(outcome, AnsweredConversation)]
             num_answered += len(rows)
+            watch.add(sum(row.num_tokens for row in rows))
             num_tokens += sum(row.num_tokens for row in rows)
             if outcomes:
                 speed = num_tokens / max(time.monotonic() - began, 1e-9)

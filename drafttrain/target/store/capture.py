@@ -24,10 +24,11 @@ from drafttrain.data.batches import collate
 from drafttrain.runtime.disk import DiskError, write_whole
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.journal import append_records
+from drafttrain.runtime.load import SpeedWatch
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.run_folder import MANIFEST
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.runtime.terminal import followed, progress
+from drafttrain.runtime.terminal import followed, progress, silently
 from drafttrain.target.model import Target
 from drafttrain.target.served import ServedTarget
 from drafttrain.target.store import shards
@@ -84,11 +85,13 @@ def capture(
         mine = missing[ranks.rank :: ranks.world_size]
         total = sum(len(samples[i].tokens) for number in mine for i in plan[number])
         started, done = time.monotonic(), 0
+        watch = SpeedWatch("features", say if ranks.is_main else silently)
         with target.in_step(), progress("capture", total, show=ranks.is_main) as tick:
             for number in mine:
                 shard = writer.write(shards.shard_name(number), plan[number])
                 append_records(folder / f"journal-{ranks.rank}.jsonl", [asdict(shard)])
                 done += shard.tokens
+                watch.add(shard.tokens)
                 tick(shard.tokens, f"{done / (time.monotonic() - started):,.0f} tokens/s")
                 stop.obey()
         ranks.barrier()
