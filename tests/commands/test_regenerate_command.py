@@ -144,7 +144,7 @@ def test_prompts_come_in_every_spelling_and_what_cannot_be_asked_is_named(tmp_pa
         ["seven"],
     ]
     assert report.num_read == 10
-    assert report.examples["an answer without a question"] == [f"{file}:7 (turn 1)"]
+    assert report.examples["no user turn"] == [f"{file}:7"]
     assert report.num_skipped == 5
     kept, report = read_asked(data(file), "last")
     assert [turn.content for turn in kept[1].messages] == ["two and more words", "old", "three"]
