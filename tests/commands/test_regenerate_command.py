@@ -725,6 +725,8 @@ def test_the_command_answers_goes_on_and_says_what_it_did(
     assert "1 x an empty turn" in said
     assert "5 conversations, 0 answered before" in said
     assert "tokens/s)" in said
+    ended = [answer["finished"] for row in lines(out) for answer in row["answers"]]
+    assert f"{ended.count(False)} of {len(ended)} answers reached the limit, regenerate.max" in said
     content = out.read_bytes()
     assert json.loads(out.with_suffix(".settings.json").read_text())["dtype"] == "float32"
     assert cli.main(call) == 0
