@@ -86,6 +86,14 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
         cut = sum(row.cut is not None for row in answers.rows.values())
         if cut:
             console.print(f"{cut:,} conversations were cut after an answer: see `cut` in {out}")
+        num_answers = sum(row.num_answers for row in answers.rows.values())
+        num_unfinished = sum(row.num_unfinished for row in answers.rows.values())
+        if num_unfinished:
+            console.print(
+                f"{num_unfinished:,} of {num_answers:,} answers reached the limit, "
+                f"regenerate.max_new_tokens={settings.max_new_tokens}, and are trained without an "
+                "end; raise it, with another regenerate.out, to have them finished"
+            )
         console.print(f"answers: {out}, {len(answers.rows):,} conversations")
     trained = ("data=jsonl", f"data.path={out}", *told_target(config.model))
     console.print(f"next: {follow_up('train', *trained)}")

@@ -33,7 +33,8 @@ class Batches:
     the micro batch or the number of ranks. Every epoch is a new permutation, cut into steps of
     nearly equal size. Within a step, conversations are packed into rows as long as the longest of
     them; a micro batch has at most `micro_batch` rows. All ranks get the same number of micro
-    batches; where a step has fewer rows than ranks, some get padding only.
+    batches; where a step has fewer rows than ranks, some get padding only. A step without a
+    trained token is passed over; ValueError if there are no others.
     """
 
     def __init__(
@@ -45,12 +46,17 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        assert samples, "no samples"
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        # Nothing predicts a first token.
+        self.loss_lengths = np.array([int(sample.loss_mask[1:].sum()) for sample in samples])
+        if not self.loss_lengths.any():
+            raise ValueError(
+                "the loss mask of the data must name some token after the first, got none in any "
+                "conversation: there is nothing to train on; give conversations with answers"
+            )
         self.samples, self.tokens_per_step, self.seed = samples, tokens_per_step, seed
         self.micro_batch, self.rank, self.world_size = micro_batch, rank, world_size
         self.lengths = np.array([len(sample.tokens) for sample in samples])
-        self.loss_lengths = np.array([int(sample.loss_mask.sum()) for sample in samples])
         # Conversations in another order have their lengths in another order.
         in_order = np.stack([self.lengths, self.loss_lengths]).tobytes()
         self.lengths_digest = hashlib.sha256(in_order).hexdigest()[:16]
@@ -70,11 +76,14 @@ class Batches:
 
     def next_group(self) -> StepGroup:
         """Return the next optimizer step."""
-        if self.step_in_epoch == len(self.steps):
-            self.epoch, self.step_in_epoch = self.epoch + 1, 0
-            self.steps = self._plan()
-        chosen = self.steps[self.step_in_epoch]
-        self.step_in_epoch += 1
+        trained = False
+        while not trained:  # without a loss, momentum and decay alone would move the weights
+            if self.step_in_epoch == len(self.steps):
+                self.epoch, self.step_in_epoch = self.epoch + 1, 0
+                self.steps = self._plan()
+            chosen = self.steps[self.step_in_epoch]
+            self.step_in_epoch += 1
+            trained = bool(self.loss_lengths[chosen].any())
         # Longest first wastes the least room: the short ones that follow fill the gaps of rows.
         longest_first = chosen[np.lexsort((chosen, -self.lengths[chosen]))]
         samples = [self.samples[place] for place in longest_first]

@@ -1,7 +1,7 @@
 """Conversations to tokens and loss mask: each one is tokenised once, as a whole."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -172,6 +172,28 @@ def within_positions(samples: list[Sample], spec: TargetSpec) -> tuple[list[Samp
         raise NothingUsable(
             "data must hold conversations that fit the target, got none", report, "shorten them"
         )
+    return kept, report
+
+
+def within_vocabulary(
+    samples: list[Sample], spec: TargetSpec, sources: Mapping[int, str]
+) -> tuple[list[Sample], SkipReport]:
+    """Return the samples whose tokens the target's embedding has, and what was skipped.
+
+    A tokenizer may have more tokens than the model, and recorded tokens may be another target's.
+    sources: file and line of each sample, by its index.
+    """
+    report = SkipReport(len(samples))
+    kept = []
+    for sample in samples:
+        if (largest := int(sample.tokens.max())) < spec.vocab_size:
+            kept.append(sample)
+        else:
+            reason = f"a token beyond the {spec.vocab_size:,} of {spec.name}"
+            report.skip(reason, sources[sample.index], f"token {largest:,}")
+    if not kept:
+        advice = "give conversations without recorded tokens, or name their target"
+        raise NothingUsable("data must hold tokens of the target, got none", report, advice)
     return kept, report
 
 

@@ -16,11 +16,16 @@ from drafttrain.data.files import (
 )
 from drafttrain.data.records import (
     BESIDE_TURNS,
+    CONTEXT,
+    ROLES,
+    SYSTEM,
     Message,
     Recorded,
+    check_order,
     messages_of,
     plain_text,
     recorded_of,
+    without_greeting,
 )
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import Template
@@ -29,6 +34,7 @@ from drafttrain.runtime.settings import Settings, require
 from drafttrain.runtime.untrusted_input import shown
 
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}  # given anyway
+GREETING = "conversations begin with the assistant: what it says before the user is left out"
 MAX_KWARGS = 10_000  # characters
 
 
@@ -44,6 +50,7 @@ class DataConfig(Settings):
     template: str
     template_kwargs: dict[str, Any]
     template_date: str
+    roles: dict[str, Any]  # more names of speakers, each with the role it stands for
     seed: int
 
     def __post_init__(self) -> None:
@@ -55,6 +62,10 @@ class DataConfig(Settings):
         taken = [key for key in self.template_kwargs if key in RESERVED or not key.isidentifier()]
         told = "name variables of the chat template that it is not given anyway"
         require(not taken, "data.template_kwargs", told, ", ".join(taken))
+        wrong = [
+            f"{name}={role}" for name, role in self.roles.items() if role not in ROLES.values()
+        ]
+        require(not wrong, "data.roles", "map names to user, assistant or system", ", ".join(wrong))
         try:
             plain = json.dumps(self.template_kwargs, allow_nan=False)
         except (ValueError, TypeError):
@@ -68,6 +79,11 @@ class DataConfig(Settings):
 
     def check_text(self) -> None:
         """Raise ValueError where these settings give no text to train on."""
+
+    @property
+    def known_roles(self) -> dict[str, str]:
+        """The role that each name of a speaker stands for."""
+        return {**ROLES, **self.roles}
 
     @property
     def text_format(self) -> Template:
@@ -212,13 +228,12 @@ class HubConfig(ReadConfig):
             if missing := [name for name in names if name not in row]:
                 there = shown(", ".join(row))
                 raise ValueError(f"data.column: no column {', '.join(missing)} (there are {there})")
-            record = {key: row[key] for key in BESIDE_TURNS if key in row}
+            kept = {*BESIDE_TURNS, *SYSTEM, "history", *CONTEXT} - {*names}
+            record = {key: row[key] for key in kept if key in row}
             if self.column:
                 record["text" if self.template == "none" else "messages"] = row[self.column]
             else:
-                question = {"role": "user", "content": row[asked]}
-                answer = {"role": "assistant", "content": row[answered]}
-                record["messages"] = [question, answer]
+                record |= {"prompt": row[asked], "completion": row[answered]}
             yield where, record
 
 
@@ -247,13 +262,20 @@ Conversations = list[Conversation] | list[PlainText]
 def read(config: DataConfig) -> tuple[Conversations, SkipReport]:
     """Read the conversations that `config` names; ValueError if none can be reached or used."""
     assert isinstance(config, ReadConfig), f"{config.name} is not read but generated"
+    num_greetings = 0
 
     def take(record: Any, index: int, where: str) -> Conversation | PlainText:
         if config.template == "none":
             return PlainText(plain_text(record), index, where)
-        messages = messages_of(record)
+        nonlocal num_greetings
+        said = messages_of(record, config.known_roles)
+        messages = without_greeting(said)
+        check_order(messages)
+        num_greetings += len(messages) < len(said)
         answers = sum(message.role == "assistant" for message in messages)
         return Conversation(messages, index, where, recorded_of(record, answers))
 
     must = f"{config.place} must hold usable conversations"
-    return usable_of(config.records(), config.limit, take, must)
+    found, report = usable_of(config.records(), config.limit, take, must)
+    report.note(GREETING, num_greetings)
+    return found, report

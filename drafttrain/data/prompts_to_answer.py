@@ -7,7 +7,17 @@ from typing import Any
 
 from drafttrain.data.conversations import DataConfig, ReadConfig
 from drafttrain.data.files import usable_of
-from drafttrain.data.records import Message, Unusable, checked_text, message_of, turns_of
+from drafttrain.data.records import (
+    QUESTIONS,
+    TURNS,
+    Message,
+    Roles,
+    Unusable,
+    checked_text,
+    message_of,
+    turns_of,
+    without_greeting,
+)
 from drafttrain.data.skips import SkipReport
 
 ALL, LAST = "all", "last"  # which answers are written anew
@@ -31,8 +41,8 @@ def read_asked(config: DataConfig, turns: str) -> tuple[list[Question], SkipRepo
     """Read the questions from the files or the data set that `config` names.
 
     A record is a conversation in any spelling that training reads, with or without answers, a list
-    of user turns (`turns`), or one prompt (`prompt`). turns: all answers are left out, or only the
-    last. ValueError if nothing can be used, or if `config` reads no conversations.
+    of user turns (`turns`), or one prompt (`prompt`, `instruction`). turns: all answers are left
+    out, or only the last. ValueError if nothing can be used, or if `config` reads no conversations.
     """
     if config.template != "chat":
         raise ValueError(
@@ -46,21 +56,23 @@ def read_asked(config: DataConfig, turns: str) -> tuple[list[Question], SkipRepo
         )
 
     def take(record: Any, index: int, where: str) -> Question:
-        messages = left_open(messages_asked(record, turns), turns)
+        messages = left_open(messages_asked(record, turns, config.known_roles), turns)
         return Question(messages, index, where, digest_of(messages))
 
     must = f"{config.place} must hold usable prompts"
     return usable_of(config.records(), config.limit, take, must)
 
 
-def messages_asked(record: Any, turns: str) -> tuple[Message, ...]:
+def messages_asked(record: Any, turns: str, roles: Roles) -> tuple[Message, ...]:
     """Return the turns of a record, with its answers where it has some; turns: see `read_asked`."""
-    found = turns_of(record, "messages", "conversations", "turns", "prompt")
-    messages = tuple(
-        Message("user", checked_text(turn, f"turn {place}"))
-        if isinstance(turn, str)
-        else message_of(turn, place, rewritten=turns == ALL or place == len(found))
-        for place, turn in enumerate(found, 1)
+    found = turns_of(record, *TURNS, "turns", *QUESTIONS)
+    messages = without_greeting(
+        tuple(
+            Message("user", checked_text(turn, f"turn {place}"))
+            if isinstance(turn, str)
+            else message_of(turn, place, turns == ALL or place == len(found), roles)
+            for place, turn in enumerate(found, 1)
+        )
     )
     for place, message in enumerate(messages, 1):
         if message.role == "system" and place > 1:

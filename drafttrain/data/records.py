@@ -1,19 +1,28 @@
 """One record of a data set: turns or text in any known spelling, or why it cannot be used."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, UntrustedError, parse_json, shown
 
+Roles = Mapping[str, str]
 ROLES = {
     "system": "system",
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
 }
+UNKNOWN_ROLE = "unknown role (data.roles={NAME: user, assistant or system} maps a name)"
 # What a turn or a record may hold besides its text: a chat template writes it, `render` does not.
 BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 BESIDE_TURNS = ("tools", "functions")
+# Rows of instructions, as Alpaca, Dolly, OpenOrca and TRL spell them.
+QUESTIONS = ("prompt", "instruction", "question")
+ANSWERS = ("completion", "response", "output", "answer")
+CONTEXT = ("input", "context")  # text that belongs to the question
+SYSTEM = ("system", "system_prompt")
+TURNS = ("messages", "conversations")
 
 
 @dataclass(frozen=True)
@@ -74,40 +83,84 @@ def object_of(record: Any) -> dict[str, Any]:
     return record
 
 
-def messages_of(record: Any) -> tuple[Message, ...]:
-    """Return the turns of a record in any of the known spellings."""
-    if first(object_of(record), "messages", "conversations") is None and "text" in record:
-        raise Unusable("text without turns, which needs data.template=none")
-    turns = turns_of(record, "messages", "conversations")
+def messages_of(record: Any, roles: Roles = ROLES) -> tuple[Message, ...]:
+    """Return the turns of a record in any of the known spellings; see `check_order`.
+
+    roles: the role that each name of a speaker stands for.
+    """
+    turns = turns_of(record, *TURNS, *QUESTIONS, answered=True)
     if not turns:
         raise Unusable("empty conversation")
-    messages = tuple(message_of(turn, place) for place, turn in enumerate(turns, 1))
-    check_order(messages)
-    return messages
+    return tuple(message_of(turn, place, roles=roles) for place, turn in enumerate(turns, 1))
 
 
-def turns_of(record: Any, *keys: str) -> list[Any]:
-    """Return the turns under the first of these keys that has some; a text counts as one turn."""
+def without_greeting(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return the turns without those of the assistant that come before the first of the user.
+
+    They answer nothing, and most chat templates refuse them. A third of ShareGPT has such turns.
+    """
+    start = int(bool(messages) and messages[0].role == "system")
+    stop = start
+    while stop < len(messages) and messages[stop].role == "assistant":
+        stop += 1
+    return messages[:start] + messages[stop:]
+
+
+def turns_of(record: Any, *keys: str, answered: bool = False) -> list[Any]:
+    """Return the turns under the first of these keys that has some.
+
+    A text under one of `QUESTIONS` is a turn of the user, with its context, and with its answer if
+    `answered` is set. A system prompt beside the turns becomes the first of them.
+    """
     some = {key: value for key, value in object_of(record).items() if value}
-    turns = first(some, *keys) or first(record, *keys)
-    if turns is None:
-        raise Unusable(f"without {', '.join(keys[:-1])} or {keys[-1]}")
-    refuse("a record", record, BESIDE_TURNS)
-    if isinstance(turns, str) and "prompt" in keys:
-        return [turns]
+    key = next((key for of in (some, record) for key in keys if of.get(key) is not None), None)
+    if key is None:
+        if "text" in record:
+            raise Unusable("text without turns, which needs data.template=none")
+        if "input_ids" in record:
+            raise Unusable("tokens (input_ids), where text is needed")
+        raise Unusable(f"without {', '.join(keys[:-1])} or {keys[-1]}", f"has {', '.join(record)}")
+    refuse("a record", record, (*BESIDE_TURNS, *(("history",) if key in QUESTIONS else ())))
+    turns = record[key]
+    if key in QUESTIONS:
+        turns = _with_context(turns, [record.get(name) for name in CONTEXT])
+        if answered:
+            answer = first(record, *ANSWERS)
+            if answer is None:
+                raise Unusable(f"a question without an answer ({', '.join(ANSWERS)})")
+            pair = isinstance(answer, list)  # of turns, as TRL has them
+            turns = turns + answer if pair else [*turns, {"role": "assistant", "content": answer}]
     if isinstance(turns, dict):  # how `datasets` stores a sequence of structs
         if not all(isinstance(column, list) for column in turns.values()):
             raise Unusable("turns are not a list", "dict")
         if len({len(column) for column in turns.values()}) > 1:
             raise Unusable("turns of unequal length")
         rows = zip(*turns.values(), strict=True)
-        return [dict(zip(turns, values, strict=True)) for values in rows]
+        turns = [dict(zip(turns, values, strict=True)) for values in rows]
     if not isinstance(turns, list):
         raise Unusable("turns are not a list", type(turns).__name__)
+    if (system := first(some, *SYSTEM)) is not None:
+        opening = {"role": "system", "content": system}
+        begins = bool(turns) and isinstance(turns[0], dict)
+        if not begins or first(turns[0], "role", "from") != "system":
+            return [opening, *turns]
+        if message_of(turns[0], 1) != message_of(opening, 1):
+            raise Unusable("a system prompt beside turns that begin with another")
     return turns
 
 
-def message_of(turn: Any, place: int, rewritten: bool = False) -> Message:
+def _with_context(question: Any, context: list[Any]) -> list[Any]:
+    """Return a question as turns; its context follows it on a new line, as in LLaMA-Factory."""
+    parts = [checked_text(part, "input") for part in context if part not in (None, "", question)]
+    if isinstance(question, list) and not parts:
+        return question
+    if isinstance(question, list):
+        raise Unusable("a question in turns, with an input beside them")
+    content = "\n".join([checked_text(question, "turn 1"), *parts])
+    return [{"role": "user", "content": content}]
+
+
+def message_of(turn: Any, place: int, rewritten: bool = False, roles: Roles = ROLES) -> Message:
     """Return one turn, spelled role/content or from/value.
 
     rewritten: an answer is written anew, so that it may hold more than its text.
@@ -115,14 +168,14 @@ def message_of(turn: Any, place: int, rewritten: bool = False) -> Message:
     if not isinstance(turn, dict):
         raise Unusable("a turn is not an object", f"turn {place}: {type(turn).__name__}")
     role = first(turn, "role", "from")
-    if not isinstance(role, str) or role not in ROLES:
-        raise Unusable("unknown role", f"turn {place}: {str(role)[:40]!r}")
-    if not (rewritten and ROLES[role] == "assistant"):
+    if not isinstance(role, str) or role not in roles:
+        raise Unusable(UNKNOWN_ROLE, f"turn {place}: {str(role)[:40]!r}")
+    if not (rewritten and roles[role] == "assistant"):
         refuse("a turn", turn, BESIDE_CONTENT, f"turn {place}")
     content = content_of(first(turn, "content", "value"), f"turn {place}")
-    if not content.strip() and ROLES[role] != "system":
+    if not content.strip() and roles[role] != "system":
         raise Unusable("an empty turn", f"turn {place}")
-    return Message(ROLES[role], content)
+    return Message(roles[role], content)
 
 
 def refuse(what: str, mapping: dict[str, Any], keys: tuple[str, ...], place: str = "") -> None:
@@ -194,7 +247,7 @@ def checked_text(text: Any, place: str) -> str:
 def check_order(messages: tuple[Message, ...]) -> None:
     """Raise Unusable unless user and assistant alternate, after at most one system turn."""
     roles = [message.role for message in messages]
-    turns = roles[1:] if roles[0] == "system" else roles
+    turns = roles[1:] if roles[:1] == ["system"] else roles
     for place, role in enumerate(turns):
         expected = ("user", "assistant")[place % 2]
         if role != expected:

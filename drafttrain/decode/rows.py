@@ -169,6 +169,12 @@ def check_room(
     """Return the positions that decoding may need; ValueError if a context is too short."""
     if not all(prompts):
         raise ValueError("the prompt is empty: it must hold at least one token")
+    size, largest = target.spec.vocab_size, max(map(max, prompts))
+    if largest >= size:
+        raise ValueError(
+            f"the prompt must hold tokens that {target.spec.name} has, which has {size:,}, got "
+            f"token {largest:,}: its tokenizer has more than the model; leave that text out"
+        )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     longest = max(len(prompt) for prompt in prompts)

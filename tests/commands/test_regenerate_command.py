@@ -144,7 +144,7 @@ def test_prompts_come_in_every_spelling_and_what_cannot_be_asked_is_named(tmp_pa
         ["seven"],
     ]
     assert report.num_read == 10
-    assert report.examples["an answer without a question"] == [f"{file}:7 (turn 1)"]
+    assert report.examples["no user turn"] == [f"{file}:7"]
     assert report.num_skipped == 5
     kept, report = read_asked(data(file), "last")
     assert [turn.content for turn in kept[1].messages] == ["two and more words", "old", "three"]
@@ -725,6 +725,8 @@ def test_the_command_answers_goes_on_and_says_what_it_did(
     assert "1 x an empty turn" in said
     assert "5 conversations, 0 answered before" in said
     assert "tokens/s)" in said
+    ended = [answer["finished"] for row in lines(out) for answer in row["answers"]]
+    assert f"{ended.count(False)} of {len(ended)} answers reached the limit, regenerate.max" in said
     content = out.read_bytes()
     assert json.loads(out.with_suffix(".settings.json").read_text())["dtype"] == "float32"
     assert cli.main(call) == 0

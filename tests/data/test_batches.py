@@ -191,3 +191,14 @@ def test_token_counts_are_of_trained_tokens() -> None:
     one = Sample(torch.tensor([1, 2, 2, 4]), torch.tensor([False, True, True, False]), 0)
     two = Sample(torch.tensor([2, 0]), torch.tensor([False, True]), 1)
     assert token_counts([one, two], 6).tolist() == [1, 0, 2, 0, 0, 0]
+
+
+def test_a_step_without_a_trained_token_is_no_step() -> None:
+    untrained = [sample(index, 60, trained_from=60) for index in range(10)]
+    batches = Batches([*untrained, sample(10, 10)], tokens_per_step=60, micro_batch=4, seed=0)
+    for _ in range(3):
+        group = batches.next_group()
+        assert group.loss_tokens == 9
+        assert 10 in group.documents
+    with pytest.raises(ValueError, match="must name some token after the first, got none"):
+        Batches(untrained, tokens_per_step=20, micro_batch=4, seed=0)

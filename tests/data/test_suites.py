@@ -144,7 +144,8 @@ def test_rows_of_a_suite_that_cannot_be_used_are_counted(tmp_path: Path) -> None
     prompts, report = load_prompts(source(path=path, task="gsm8k"))
     assert [prompt.id for prompt in prompts] == ["gsm8k_0"]
     assert report.counts == {
-        "an empty prompt": 3,
+        "an empty prompt": 2,
+        "an empty turn": 1,
         "content is not a string": 1,
         "tests are not a list": 1,
         "without id": 1,

@@ -234,3 +234,16 @@ def test_a_store_that_is_as_it_was_written_is_read(folder: Path, target: Target)
     assert settings(folder).dtype == "float32"
     os.symlink(folder, folder.parent / "linked")  # what a user names may be a link
     read(folder.parent / "linked")
+
+
+def test_a_store_without_a_token_to_train_on_is_refused(whole: Path, folder: Path) -> None:
+    tensors = load_file(whole / "conversations.safetensors")
+    starts = torch.cumsum(tensors["lengths"], 0) - tensors["lengths"]
+    tensors["loss_mask"][:] = False
+    tensors["loss_mask"][starts] = True  # nothing comes before a first token
+    file = folder / "conversations.safetensors"
+    save_file(tensors, file)
+    changed = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    edit(folder, lambda plain: plain["conversations"].update(changed))
+    with pytest.raises(ValueError, match="loss_mask must name some token to train on"):
+        read(folder)

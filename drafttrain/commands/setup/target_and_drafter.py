@@ -18,7 +18,7 @@ from drafttrain.config.compose import load_choice, recorded
 from drafttrain.config.sections import CaptureConfig, TrainConfig
 from drafttrain.core.ops.graphs import CAPTURES
 from drafttrain.core.types import FeatureSource, Sample, TargetSpec
-from drafttrain.data.chat import encode, within_positions
+from drafttrain.data.chat import encode, within_positions, within_vocabulary
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import template_fingerprint
@@ -89,14 +89,10 @@ def _read_samples(config: DataConfig, model: ModelConfig) -> tuple[list[Sample],
         conversations, unread = read(config)
     samples, unfit = encode(conversations, tokenizer, config)
     spec = expected_spec(model)
+    sources = {one.index: one.source for one in conversations}
+    samples, foreign = within_vocabulary(samples, spec, sources)
     samples, beyond = within_positions(samples, spec)
-    size, largest = spec.vocab_size, max(int(s.tokens.max()) for s in samples)
-    if largest >= size:
-        raise ValueError(
-            f"data={config.name} must hold tokens of {model.label}, which has {size:,}, got token "
-            f"{largest:,}; give conversations without recorded tokens, or name their target"
-        )
-    return samples, unread + unfit + beyond
+    return samples, unread + unfit + foreign + beyond
 
 
 def load_samples(

@@ -38,6 +38,8 @@ class Answered:
     source: str
     digest: str
     cut: str | None
+    num_answers: Count = 0
+    num_unfinished: Count = 0  # answers that reached the limit of new tokens
 
 
 class Answers:
@@ -154,7 +156,9 @@ class Answers:
 
 
 def kept(row: AnsweredConversation) -> Answered:
-    return Answered(row.index, row.source, row.digest, row.cut)
+    unfinished = sum(answer.get("finished") is False for answer in row.answers)
+    count = len(row.answers)
+    return Answered(row.index, row.source, row.digest, row.cut, count, unfinished)
 
 
 def load(file: Path, kind: type[Kind]) -> Iterator[Kind]:

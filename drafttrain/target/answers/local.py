@@ -37,7 +37,9 @@ def by_transformers(
         while True:
             prompts = {}
             for place, dialogue in enumerate(dialogues):
-                prompt = next_prompt(dialogue, target.tokenizer, config, template, room)
+                prompt = next_prompt(
+                    dialogue, target.tokenizer, config, template, room, target.spec.vocab_size
+                )
                 if prompt is not None:
                     prompts[place] = prompt
             if not prompts:
@@ -75,7 +77,7 @@ def by_vllm(
 
     def hand_in(dialogue: Dialogue) -> list[Outcome]:
         """Submit the next turn; return the outcome of a conversation that has no turn left."""
-        prompt = next_prompt(dialogue, tokenizer, config, template, room)
+        prompt = next_prompt(dialogue, tokenizer, config, template, room, spec.vocab_size)
         if prompt is None:
             return [] if dialogue.outcome is None else [dialogue.outcome]
         waiting[dialogue.asked.index] = dialogue
@@ -107,7 +109,12 @@ def by_vllm(
 
 
 def next_prompt(
-    dialogue: Dialogue, tokenizer: Any, config: RegenerateSettings, template: Template, room: int
+    dialogue: Dialogue,
+    tokenizer: Any,
+    config: RegenerateSettings,
+    template: Template,
+    room: int,
+    vocab_size: int,
 ) -> list[int] | None:
     """Return the tokens of the next prompt; None if the conversation has ended."""
     if dialogue.outcome is not None:
@@ -116,6 +123,11 @@ def next_prompt(
         prompt = prompt_tokens(dialogue.messages, tokenizer, template)
     except Unusable as error:
         dialogue.stop(error.reason, error.detail, final=True)
+        return None
+    if max(prompt, default=0) >= vocab_size:
+        dialogue.stop(
+            f"a token beyond the {vocab_size:,} of the model", f"token {max(prompt):,}", final=True
+        )
         return None
     if len(prompt) + config.max_new_tokens > room:
         dialogue.stop(

@@ -126,6 +126,12 @@ def frame_of(target: Target, template: Template) -> Frame:
             f"data=selfgen needs a chat template that opens with some token, and that of"
             f" model={target.spec.name} opens with the user's words; use data=jsonl data.path=FILE"
         )
+    size, largest = target.spec.vocab_size, max([*opening, *closing, *tail])
+    if largest >= size:
+        raise ValueError(
+            f"data=selfgen needs a chat template of tokens that model={target.spec.name} has, which"
+            f" has {size:,}, got token {largest:,}; use data=jsonl data.path=FILE"
+        )
     added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     specials = {token for token in added if token < target.spec.vocab_size}  # the head has no more
     stops = {*target.spec.eos_token_ids, *specials.intersection(tail[:1])}

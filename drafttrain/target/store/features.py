@@ -214,4 +214,10 @@ def read_samples(folder: Path, manifest: Manifest) -> list[Sample]:
     if twice:
         raise StoreError(f"{path}: index must name each conversation once, from 0, got {twice[0]}")
     parts = zip(tokens.split(lengths), stored["loss_mask"].split(lengths), index, strict=True)
-    return [Sample(tokens.long(), mask, index) for tokens, mask, index in parts]
+    samples = [Sample(tokens.long(), mask, index) for tokens, mask, index in parts]
+    if not any(sample.loss_mask[1:].any() for sample in samples):
+        raise StoreError(
+            f"{path}: loss_mask must name some token to train on after the first of a "
+            "conversation, got none; capture conversations with answers"
+        )
+    return samples

@@ -1,0 +1,124 @@
+"""Rows of instructions, speakers of any name, and text beside the turns: nothing asked is lost."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_conversations import GOOD, hub, jsonl, write
+
+from drafttrain.data.conversations import GREETING, Conversation, read
+from drafttrain.data.evaluation_prompts import read_prompts
+from drafttrain.data.prompts_to_answer import read_asked
+from drafttrain.data.records import UNKNOWN_ROLE, Message
+from drafttrain.data.skips import NothingUsable
+
+ASKED = {"role": "user", "content": "Sum\n1 2"}
+SUM = (Message("user", "Sum\n1 2"), Message("assistant", "3"))
+BRIEF = Message("system", "Be brief.")
+QUESTION, ANSWER = GOOD["messages"]
+ROWS: list[tuple[dict[str, Any], tuple[Message, ...]]] = [
+    ({"prompt": "Sum", "input": "1 2", "completion": "3"}, SUM),
+    ({"instruction": "Sum", "input": "1 2", "output": "3", "text": "Below is ..."}, SUM),
+    ({"instruction": "Sum", "context": "1 2", "response": "3"}, SUM),
+    ({"instruction": "Sum\n1 2", "input": "", "output": "3", "history": []}, SUM),
+    ({"question": "Sum\n1 2", "answer": "3", "system_prompt": "Be brief."}, (BRIEF, *SUM)),
+    ({"prompt": [ASKED], "completion": [{"role": "assistant", "content": "3"}]}, SUM),
+    ({"prompt": [ASKED], "completion": "3"}, SUM),
+]
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"role": name, "content": name + "'s"} for name in texts]
+
+
+def asked(path: str, which: str = "all", **changes: Any) -> list[tuple[Message, ...]]:
+    return [one.messages for one in read_asked(jsonl(path, **changes), which)[0]]
+
+
+@pytest.mark.parametrize(("row", "messages"), ROWS)
+def test_a_row_of_instructions_is_a_conversation_with_all_that_is_asked(
+    row: dict[str, Any], messages: tuple[Message, ...], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.jsonl", row)
+    assert read(jsonl(path))[0] == [Conversation(messages, 0, f"{path}:1")]
+    assert asked(path) == [messages[:-1]]
+
+
+def test_an_input_of_a_data_set_is_part_of_the_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder / "train.jsonl", {**ROWS[1][0], "system": "Be brief."})
+    here: dict[str, Any] = {"repo": str(folder), "column": None, "response_column": "output"}
+    found, _ = read(hub(**here, prompt_column="instruction"))
+    assert [one.messages for one in found] == [(BRIEF, *SUM)]
+    found, _ = read(hub(**here, prompt_column="input"))
+    assert found[0].messages[1:] == (Message("user", "1 2"), Message("assistant", "3"))
+
+
+LOST: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "Sum", "completion": "3", "history": [["Hi", "Yes"]]}, "a record with history"),
+    ({"prompt": [ASKED], "input": "1 2", "completion": "3"}, "a question in turns, with an input"),
+    ({"prompt": "Sum", "input": [1, 2], "completion": "3"}, "content is not a string"),
+    ({"messages": [vars(BRIEF), QUESTION, ANSWER], "system": "Be long."}, "a system prompt beside"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), LOST)
+def test_what_cannot_be_made_part_of_the_question_is_skipped_and_said(
+    row: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.jsonl", row)
+    with pytest.raises(NothingUsable, match=f"1 x {reason}"):
+        read(jsonl(path))
+    with pytest.raises(NothingUsable, match=f"1 x {reason}"):
+        asked(path)
+
+
+def test_a_system_prompt_beside_the_turns_is_the_first_of_them(tmp_path: Path) -> None:
+    rows = [{**GOOD, "system": "Be brief."}, {"messages": [vars(BRIEF), *GOOD["messages"]]}]
+    rows.append({**rows[1], "system": "Be brief."})
+    found, _ = read(jsonl(write(tmp_path / "a.jsonl", *rows)))
+    assert {one.messages[0] for one in found} == {BRIEF}
+    assert {len(one.messages) for one in found} == {3}
+
+
+def test_a_row_of_instructions_is_a_prompt_to_evaluate(tmp_path: Path) -> None:
+    found, _ = read_prompts(
+        write(tmp_path / "a.jsonl", ROWS[0][0], ROWS[4][0] | {"context": "x"}), 9
+    )
+    assert [prompt.turns for prompt in found] == [("Sum\n1 2",)]  # the other has a system turn
+
+
+def test_what_the_assistant_says_before_the_user_is_left_out_and_counted(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        {"messages": turns("assistant", "user", "assistant")},
+        {"messages": turns("system", "assistant", "assistant", "user", "assistant")},
+        {"messages": turns("assistant")},
+        GOOD,
+    )
+    found, report = read(jsonl(path))
+    assert [[turn.role for turn in one.messages] for one in found] == [
+        *(["user", "assistant"], ["system", "user", "assistant"], ["user", "assistant"]),
+    ]
+    assert report.notes == {GREETING: 2}
+    assert report.counts == {"no assistant turn": 1}
+    assert asked(path)[0] == asked(path, "last")[0] == (Message("user", "user's"),)
+
+
+def test_the_names_of_speakers_can_be_mapped(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": turns("Alice", "vicuna")})
+    with pytest.raises(NothingUsable, match=r"data\.roles=.*turn 1: 'Alice'"):
+        read(jsonl(path))
+    known = {"Alice": "user", "vicuna": "assistant"}
+    found, _ = read(jsonl(path, roles=known))
+    assert [turn.role for turn in found[0].messages] == ["user", "assistant"]
+    assert asked(path, roles=known) == [(Message("user", "Alice's"),)]
+    with pytest.raises(ValueError, match=r"data\.roles must map .* got vicuna=bot"):
+        jsonl(path, roles={"vicuna": "bot"})
+    assert "data.roles" in UNKNOWN_ROLE

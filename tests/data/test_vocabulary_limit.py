@@ -1,0 +1,69 @@
+"""A tokenizer with more tokens than its model costs the records that use them, and no more."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from builders import model_config
+from test_conversations import GOOD, jsonl, write
+from test_regenerate_command import local, run
+from test_regenerate_command import settings as answer_settings
+
+from drafttrain.commands.setup.target_and_drafter import _read_samples
+from drafttrain.data.prompts_to_answer import read_asked
+from drafttrain.decode.rows import check_room
+from drafttrain.target.model import Target, load_target
+
+BEYOND = "<|beyond|>"
+BAD = {"messages": [{"role": "user", "content": BEYOND}, GOOD["messages"][1]]}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose tokenizer has one token more than its embedding."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("target") / "tiny"
+    shutil.copytree(tiny_target_dir, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    fill = [f"<|fill{i}|>" for i in range(size - len(tokenizer))]
+    tokenizer.add_tokens([*fill, BEYOND], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    return load_target(model_config(folder), torch.float32, "cpu")
+
+
+def test_a_record_with_a_token_beyond_the_model_is_skipped(folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", BAD, GOOD)
+    samples, report = _read_samples(jsonl(path), model_config(folder))
+    assert [sample.index for sample in samples] == [1]
+    ((reason, places),) = report.examples.items()
+    assert reason.startswith("a token beyond the ")
+    assert places[0].startswith(f"{path}:1 (token ")
+    with pytest.raises(ValueError, match="1 x a token beyond the"):
+        _read_samples(jsonl(write(tmp_path / "b.jsonl", BAD)), model_config(folder))
+
+
+def test_a_prompt_with_a_token_beyond_the_model_is_not_answered(
+    target: Target, tmp_path: Path
+) -> None:
+    asked, _ = read_asked(jsonl(write(tmp_path / "a.jsonl", BAD, GOOD)), "all")
+    config = answer_settings(max_new_tokens=4)
+    rows = run(tmp_path / "out.jsonl", asked, local(target, config), config)
+    assert [row["index"] for row in rows] == [1]
+    failed = json.loads((tmp_path / "out.failed.jsonl").read_text())
+    assert failed["reason"].startswith("a token beyond the")
+    assert failed["final"]
+
+
+def test_a_prompt_to_decode_is_one_clear_line(target: Target) -> None:
+    with pytest.raises(ValueError, match=r"tokens that tiny_test has, .* got token"):
+        check_room(target, [[1], [2, target.spec.vocab_size]], 4)
+    check_room(target, [[1]], 4)
