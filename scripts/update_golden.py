@@ -2,7 +2,9 @@
 
 import json
 import sys
+from contextlib import chdir
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from omegaconf import OmegaConf
 
@@ -15,13 +17,17 @@ TOLERANCE = 1e-5
 
 
 def main() -> None:
-    """Write the default configuration of `train`, and the losses of five steps of every family."""
+    """Write the default configuration of `train`, fixed reports, and losses of every family."""
     GOLDEN.mkdir(exist_ok=True)
     (GOLDEN / "config_train.yaml").write_text(OmegaConf.to_yaml(compose("train", [])))
     sys.path.insert(0, str(TESTS))
     import conftest  # noqa: F401 (one thread, offline)
     from test_golden_losses import FAMILIES, curve
+    from test_report_bytes import fixed_files
 
+    with TemporaryDirectory() as place, chdir(place):
+        for name, text in fixed_files(Path(place)).items():
+            (GOLDEN / name).write_text(text)
     curves = {family: curve(family) for family in FAMILIES}
     record = {"tolerance": TOLERANCE, "curves": curves}
     (GOLDEN / "losses.json").write_text(json.dumps(record, indent=2) + "\n")

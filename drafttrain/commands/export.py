@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from drafttrain.commands.setup.evaluation import chosen_by_tune
+from drafttrain.commands.setup.evaluation import NO_DEPTH_PAYS, chosen_by_tune
 from drafttrain.commands.setup.own_layouts import own_layouts
 from drafttrain.commands.setup.target_and_drafter import (
     GivenDrafter,
@@ -24,6 +24,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.engines import CONVERTER
 from drafttrain.evaluation.acceptance_change import acceptance_change, change_statement
 from drafttrain.evaluation.measure import check_depths, fitting, spread
+from drafttrain.evaluation.tune_choice import TUNED, read_tuned
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.export import export_drafter
@@ -83,13 +84,20 @@ def _of_run(config: ExportConfig) -> _ToExport:
     """Return a run's drafter with the weights of its best checkpoint."""
     run, settings = Path(config.run.dir), config.export
     wanted = f"export.num_speculative_tokens={AUTO}"
+    no_depth = NO_DEPTH_PAYS.format(file=run / TUNED)
     if settings.num_speculative_tokens == AUTO:
-        settings = replace(settings, num_speculative_tokens=chosen_by_tune(run, wanted).depth)
+        chosen = chosen_by_tune(run, wanted)
+        pays = "be a number for this run"
+        require(chosen.speculate, "export.num_speculative_tokens", pays, AUTO, f": {no_depth}")
+        settings = replace(settings, num_speculative_tokens=chosen.depth)
     place = _place(settings.dir or str(run / "export"))
     _check_places(config, place)
     drafter, checkpoint = load_drafter(run, config.drafter, recorded_spec(run))
+    weights = checkpoint.name if checkpoint else None
     if config.export.num_speculative_tokens == AUTO:  # for these very weights?
-        chosen_by_tune(run, wanted, weights=checkpoint.name if checkpoint else None)
+        chosen_by_tune(run, wanted, weights=weights)
+    elif not _pays(run, weights):
+        console.print(f"warning: {no_depth}; on that machine the target is faster alone")
     record, reports = read_run(run)
     card = replace(
         _card(config, drafter),
@@ -98,6 +106,15 @@ def _of_run(config: ExportConfig) -> _ToExport:
         reports=reports,
     )
     return _ToExport(drafter, place, settings, card)
+
+
+def _pays(run: Path, weights: str | None) -> bool:
+    """Return whether `tune` found that drafts pay at batch 1, or nothing for these weights."""
+    try:
+        chosen = read_tuned(run, 1, weights=weights)
+    except ValueError:  # of other weights or another policy, or not readable
+        return True
+    return chosen is None or chosen.speculate
 
 
 def _of_others(config: ExportConfig, source: AdmittedConfig) -> _ToExport:

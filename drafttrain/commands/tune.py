@@ -48,7 +48,7 @@ def tune_held(config: TuneConfig, setup: Setup) -> None:
     console.print(f"chosen depths: {file}; details: {page}")
     run, auto = f"run.dir={setup.folder}", f"eval.depth={AUTO}"
     same = [] if setup.settings.policy == "chain" else setup.settings.policy_settings.split()
-    then = (
-        "" if same else f", or {follow_up('export', run, f'export.num_speculative_tokens={AUTO}')}"
-    )
+    alone = choices[min(choices, key=int)].all
+    then = f", or {follow_up('export', run, f'export.num_speculative_tokens={AUTO}')}"
+    then = then if alone.speculate and not same else ""
     console.print(f"next: {follow_up('evaluate', run, *same, auto)}{then}")

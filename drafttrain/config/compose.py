@@ -1,6 +1,7 @@
 """The configuration of a command: Hydra composes yaml, frozen dataclasses check it."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -52,7 +53,7 @@ from drafttrain.runtime.untrusted_input import did_you_mean, shown
 # The sections that training takes from the run it starts from, where nothing else is chosen.
 STARTED_FROM = ("model", "trainer", "drafter")
 # Keys that name a folder, where ~ is the user's own.
-FOLDERS = {"dir", "converter", "measured"}
+FOLDERS = {"dir", "converter", "measured", "run"}
 # Names that other programs use for a key of ours.
 ELSEWHERE = {
     "batch_size": ["hardware.micro_batch", "trainer.tokens_per_step"],
@@ -115,6 +116,8 @@ def _chosen(
     """Return a command's primary yaml, its choices and values as overrides, and a resumed run's."""
     if command == "compare":  # the one key that may omit its section
         overrides = [f"compare.{text}" if text.startswith("runs=") else text for text in overrides]
+    if command == "plan":
+        overrides = [re.sub("^run.dir=", "plan.run=", text) for text in overrides]
     parsed = parse(command, overrides)
     sections = [field.name for field in fields(COMMANDS[command])]
     head = command
@@ -151,9 +154,17 @@ def _chosen(
             offer_saved(saved_run, [*offered], sections)
         parsed = with_start(parsed, start, offered)
         groups |= {group: SAVED for group in offered}
+    run = [override.value() for override in parsed if override.key_or_group == "plan.run"]
+    if run and run[-1] is not None:
+        saved_run = load_config(_folder(run[-1]))
+        offered = [name for name in sections if name in groups and name in {**saved_run, **BEFORE}]
+        offer_saved(saved_run, offered, sections)
+        given = {override.key_or_group for override in parsed}
+        usual = [f"{group}={SAVED}" for group in offered if group not in given]
+        parsed, groups = [*parse(command, usual), *parsed], groups | dict.fromkeys(offered, SAVED)
     if groups.get("model") != SAVED:  # a run's target keeps the name that it was trained under
         parsed = with_target(command, parsed)
-    if command != "train" and SAVED in groups.values():
+    if command not in ("train", "plan") and SAVED in groups.values():
         saved_run = _saved_run(command, parsed)
         offer_saved(saved_run, [g for g in groups if groups[g] == SAVED], sections)
     others, chosen, values = own_groups(), [], []

@@ -35,7 +35,7 @@ MOST_USED = {
         "export": "run.dir export.dir export.dtype export.push export.dry_run",
         "capture": "store.dir store.drafters store.layers store.dtype store.shard_mb "
         "store.assistant_only store.verify hardware.micro_batch",
-        "plan": "plan.dir plan.measured plan.acceptance_length plan.price_per_hour "
+        "plan": "plan.dir plan.run plan.measured plan.acceptance_length plan.price_per_hour "
         "plan.batch_sizes hardware.micro_batch hardware.accelerator trainer.max_steps",
     }.items()
 }
@@ -87,6 +87,7 @@ EXAMPLES = {
     "plan": (
         "plan model=llama70b drafter=eagle3 hardware=h100x8",
         "plan model=llama8b hardware=h100x1 deepspeed=zero2 plan.price_per_hour=2.2",
+        "plan run.dir=outputs/demo hardware=h100x1",
     ),
 }
 # What a command does, beyond its headline.
@@ -157,6 +158,7 @@ without loading the target.""",
     "plan": """\
 From yaml alone and offline: memory per GPU by component for every way to shard, features on disk,
 hours, energy, money, and the largest batch at which the drafter pays off and its caches fit.
+run.dir=outputs/NAME plans that run, with the acceptance length of its report.
 plan.measured=outputs/NAME puts the efficiency of your own run in place of the guessed one. `train`
 prints the short form, and refuses what cannot fit (hardware.check_fit).""",
 }

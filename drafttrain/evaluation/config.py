@@ -198,7 +198,12 @@ class EvalConfig(Settings):
     def of_tasks(self) -> dict[str, "Policy"]:
         """The policies of tasks that have one of their own, at the depth of the report."""
         depths = {} if self.from_tune is None else self.from_tune.tasks
-        return {task: self.policy_at(depth) for task, depth in depths.items()}
+        return {task: self.policy_at(depth) for task, depth in depths.items() if depth}
+
+    def drafts(self, task: str) -> bool:
+        """Whether the prompts of a task are drafted, not decoded plainly because `tune` says so."""
+        chosen = self.from_tune
+        return chosen is None or bool(chosen.tasks.get(task, chosen.speculate))
 
     def policy_at(self, depth: int) -> "Policy":
         """The policy of the drafter, at a depth of the sweep."""

@@ -46,6 +46,7 @@ class DraftMethod:
     drafter: Drafter
     policy: Policy
     of_task: Mapping[str, Policy] = field(default_factory=dict)  # tasks that have one of their own
+    drafts: Callable[[str], bool] = lambda _: True  # whether a task is drafted; if not, plain
 
     @property
     def key(self) -> MethodKey:
@@ -56,7 +57,8 @@ class DraftMethod:
 def methods_of(drafters: Mapping[str, Drafter], config: EvalConfig) -> list[DraftMethod]:
     """Return every drafter at every depth; the main one is the last.
 
-    References draft as deep as it does, task by task too: what differs is then not the depth.
+    References draft as deep as it does, task by task too: what differs is then not the depth. They
+    also draft on tasks where `tune` found that the main drafter does not pay.
     """
     *references, main = drafters
     told = {name: reference_settings(config, name, drafters[name]) for name in references}
@@ -67,6 +69,7 @@ def methods_of(drafters: Mapping[str, Drafter], config: EvalConfig) -> list[Draf
             drafters[name],
             settings.policy_at(depth),
             settings.of_tasks if depth == config.depth else {},
+            *([config.drafts] if settings is config else []),
         )
         for name, settings in {**told, main: config}.items()
         for depth in config.every_depth
@@ -196,9 +199,10 @@ def decoders(
 def of_task(
     decode: Mapping[MethodKey, Decode], methods: Sequence[DraftMethod], task: str
 ) -> dict[MethodKey, Decode]:
-    """Return the loops for the prompts of a task: some methods have a policy for it."""
+    """Return the loops for a task: some methods have a policy for it, or decode it plainly."""
     own = {each.key: each.of_task[task] for each in methods if task in each.of_task}
-    return {**decode, **{key: partial(decode[key], policy=own[key]) for key in own}}
+    plain = {each.key: decode[ALONE] for each in methods if not each.drafts(task)}
+    return {**decode, **{key: partial(decode[key], policy=own[key]) for key in own}, **plain}
 
 
 def groups_of(prompts: Sequence[Prompt], size: int) -> list[list[tuple[int, Prompt]]]:

@@ -33,9 +33,10 @@ Times = Callable[[StaticTree], float]  # seconds of a cycle
 
 @dataclass(frozen=True)
 class OptimalTree:
-    """The fastest tree of one depth; lengths: its predicted acceptance length by task, and in all.
+    """The fastest tree of one depth.
 
-    paths: its nodes, each named by the ranks on its path.
+    lengths: the predicted tokens of an uncut draft, by task and in all. paths: its nodes, each
+    named by the ranks on its path.
     """
 
     paths: list[list[int]]

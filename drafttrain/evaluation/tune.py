@@ -198,8 +198,8 @@ def in_order(results: Sequence[PromptResult], prompts: Sequence[Prompt]) -> list
     return sorted(first_blocks(results), key=lambda result: places[result.prompt_id])
 
 
-def acceptance_lengths(counters: Counters, depths: Sequence[int]) -> dict[int, float]:
-    """Return the predicted tokens of a whole draft of each depth, from proposals of the deepest.
+def whole_lengths(counters: Counters, depths: Sequence[int]) -> dict[int, float]:
+    """Return the predicted tokens of an uncut draft of each depth, from proposals of the deepest.
 
     One of depth d accepts what the first d levels of a deeper one would have accepted. (Cycles of
     another depth begin elsewhere in the text, and a shallower dynamic tree has more nodes on each
@@ -223,16 +223,17 @@ def predict(
     the lengths of outputs and acceptance. predicted = t_plain / (t_draft + t_verify) per token,
     where the rows of a batch leave as they end: a plain batch costs one step for each token of its
     longest row, a speculative one a cycle for each acceptance_length tokens of each row.
-    expected: the acceptance lengths by depth and task, where they are known otherwise. A task whose
-    answers all end with the prefill's token has no speedup, and is left out; ValueError if all do.
+    expected: the tokens of an uncut draft by depth and task, where they are known otherwise. A task
+    whose answers all end with the prefill's token has no speedup, and is left out; ValueError if
+    all do.
     """
 
     def lengths_of(results: Sequence[PromptResult], task: str) -> dict[int, float]:
-        if expected:
-            return {depth: expected[depth][task] for depth in depths}
+        # The text is the same at every depth: longer drafts are fewer.
         told = _accepted(results)
-        cut = told.num_cut_drafts / max(told.num_drafts, 1)
-        return {depth: n - cut for depth, n in acceptance_lengths(told, depths).items()}
+        whole = whole_lengths(told, depths)
+        share = (told.acceptance_length or 1.0) / whole[depths[-1]]
+        return {d: share * (expected[d][task] if expected else whole[d]) for d in depths}
 
     plain = [result for result in results if result.method == PLAIN]
     drafted = [result for result in results if result.depth == depths[-1]]
@@ -245,7 +246,7 @@ def predict(
             continue
         lengths = lengths_of(chains, task)
         for depth in depths:
-            length = lengths[depth] if expected else None
+            length = expected[depth][task] if expected else None
             ours, theirs = _seconds(rows, chains, batch_size, depth, depths[-1], costs, length)
             totals[depth][0] += ours
             totals[depth][1] += theirs
@@ -279,11 +280,11 @@ def _seconds(
 ) -> tuple[float, float]:
     """Return the predicted decoding seconds, speculative and plain, of a task's turns.
 
-    expected: the acceptance length; None: of each output by itself.
+    expected: the tokens of an uncut draft; None: of each output by itself.
     """
     cycles = {}  # predicted for each output at this depth, from those of the deepest
     for result in drafted:
-        lengths = acceptance_lengths(result.stats.trimmed, [depth, deepest])
+        lengths = whole_lengths(result.stats.trimmed, [depth, deepest])
         taken = result.stats.num_target_passes * lengths[deepest] / (expected or lengths[depth])
         cycles[result.prompt_id, result.turn] = taken
     speculative = plain = 0.0

@@ -31,8 +31,10 @@ Paths = list[list[int]]  # of a tree's nodes: the ranks on the way to each
 class Chosen:
     """The choice at one batch size: the depth in all and by task, and a tree by depth if it has.
 
-    acceptance: how often each position of the deepest chain was accepted, where the one before it
-    was. costs_ms: those of passes, by kind; see `Costs.of_records`.
+    speculate: whether speculation pays in all; if not, `depth` is the least slow one. A task's
+    depth is 0 where speculation does not pay on it. acceptance: how often each position of the
+    deepest chain was accepted, where the one before it was. costs_ms: those of passes, by kind; see
+    `Costs.of_records`.
     """
 
     depth: int
@@ -40,6 +42,7 @@ class Chosen:
     trees: dict[int, Paths] = field(default_factory=dict)
     acceptance: list[float] = field(default_factory=list)
     costs_ms: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    speculate: bool = True
 
 
 def write_tuned(
@@ -78,6 +81,7 @@ def write_tuned(
 @dataclass(frozen=True)
 class _Depth:
     depth: Depth
+    speculate: bool = True
 
 
 @dataclass(frozen=True)
@@ -122,10 +126,11 @@ def read_tuned(
         choice, trees = sizes[nearest], found.trees.get(str(nearest), {})
         chosen = Chosen(
             choice.all.depth,
-            {task: each.depth for task, each in choice.tasks.items()},
+            {task: each.depth if each.speculate else 0 for task, each in choice.tasks.items()},
             {int(depth): paths for depth, paths in trees.items() if SIZE.fullmatch(depth)},
             [min(share, 1.0) for share in found.acceptance],
             found.costs_ms,
+            choice.all.speculate,
         )
     except UntrustedError as error:
         raise ValueError(

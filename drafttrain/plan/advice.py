@@ -43,7 +43,7 @@ class Plan:
     others: tuple[Cost, ...]
     store_tokens: int
     depth: int  # while serving: as asked for, or as deep as the drafter goes
-    measured: bool  # whether the acceptance length follows from one that was given
+    measured: str  # whose acceptance length is counted with; "": an assumed one
     host: Host
     serving: tuple[Serving, ...]
     break_even: int | None
@@ -56,11 +56,15 @@ def build_plan(
     sharding: Sharding,
     placement: str,
     shardings: Sequence[Sharding],
+    measured: str = "",
 ) -> Plan:
-    """Return the plan of a job: its own sharding, all others, serving, and advice."""
+    """Return the plan of a job: its own sharding, all others, serving, and advice.
+
+    measured: see `Plan`.
+    """
     ways = combinations(shardings, job.load.ranks, placement)
     host = host_of(job, settings)
-    rate, length = settings.acceptance_rate, settings.acceptance_length
+    rate, length = settings.conditional_acceptance, settings.acceptance_length
     deepest = job.parts.max_depth or settings.depth  # such as the number of heads
     depth = min(settings.depth, deepest)
     if length is not None and depth < settings.depth:
@@ -73,7 +77,7 @@ def build_plan(
         others=tuple(cost(job, memory_of(job, *way)) for way in ways),
         store_tokens=settings.tokens or once,
         depth=depth,
-        measured=settings.acceptance_length is not None,
+        measured=measured,
         host=host,
         serving=tuple(serve(host, batch, *acceptance) for batch in settings.batch_sizes),
         break_even=break_even(host, *acceptance),

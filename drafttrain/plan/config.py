@@ -19,7 +19,8 @@ class PlanSettings(Settings):
     loss_share: float
     tokens: int | None
     price_per_hour: float | None
-    acceptance_rate: float
+    run: str | None
+    conditional_acceptance: float
     acceptance_length: float | None
     depth: int
     batch_sizes: list[int]
@@ -32,7 +33,8 @@ class PlanSettings(Settings):
             value = getattr(self, key)
             self.require(key, value is None or value >= 1, "be at least 1")
         self.require("loss_share", 0 < self.loss_share <= 1, "be in (0, 1]")
-        self.require("acceptance_rate", 0 <= self.acceptance_rate <= 1, "be in [0, 1]")
+        rate = self.conditional_acceptance
+        self.require("conditional_acceptance", 0 <= rate <= 1, "be in [0, 1]")
         possible = accepted is None or 1 <= accepted <= self.depth + 1
         longest = f"be in [1, {self.depth + 1}] for plan.depth={self.depth}"
         self.require("acceptance_length", possible, longest)

@@ -59,7 +59,7 @@ def headline(plan: Plan) -> str:
         f"deepspeed={memory.sharding.name}. Training takes {hours(plan.chosen.hours)}{price}. "
         f"Serving {things(first.batch, 'request')} is then {speedup:.2f} times as "
         f"fast at depth {depth}, predicted. The acceptance length{_acceptance(plan)}"
-        f"{'' if plan.measured else ': plan.acceptance_length takes a measured one'}."
+        f"{'' if plan.measured else ': plan.acceptance_length or run.dir takes a measured one'}."
     )
 
 
@@ -98,7 +98,7 @@ def _fastest(plan: Plan) -> tuple[float, int]:
 
 def _acceptance(plan: Plan) -> str:
     told = f", {plan.serving[0].acceptance_length:.2f} at depth {plan.depth}, is "
-    return told + ("plan.acceptance_length's" if plan.measured else "assumed")
+    return told + (plan.measured or "assumed")
 
 
 def _held(placement: str) -> str:

@@ -131,9 +131,9 @@ def verdict_definition(marginal_speedup: float) -> str:
     """Return the definition of the verdicts of one report."""
     return (
         f"speculate: the lower bound of the speedup's 95 % interval is above {marginal_speedup:g}. "
-        "do not: the speedup is at most 1. marginal: what lies between, or has no interval, or "
-        "whose plain loop was handicapped, or whose timing blocks disagree and are not all above "
-        f"{marginal_speedup:g}. unknown: nothing was timed, or a speedup of at most 1 has no "
-        "interval (too few prompts). Where a sweep measured several depths, the fastest was chosen "
-        "on other prompts, which no number here is of."
+        "do not: the speedup is at most 1, or nothing was drafted. marginal: what lies between, or "
+        "has no interval, or whose plain loop was handicapped, or whose timing blocks disagree and "
+        f"are not all above {marginal_speedup:g}. unknown: nothing was timed, or a speedup of at "
+        "most 1 has no interval (too few prompts). Where a sweep measured several depths, the "
+        "fastest was chosen on other prompts, which no number here is of."
     )

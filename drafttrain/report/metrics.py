@@ -308,7 +308,7 @@ def method_row(
         outputs_differing=Differing(sum(a != b for a, b in outputs), len(outputs)),
         untrimmed=Untrimmed(
             **untrimmed.of_vllm,
-            acceptance_length=untrimmed.acceptance_length,
+            mean_acceptance_length=untrimmed.acceptance_length,  # none of them is cut
         ),
     )
 

@@ -73,12 +73,13 @@ def examples_of(
 ) -> list[Example]:
     """Return the first answers to three prompts: least accepted, median, and most accepted.
 
-    Empty where passes were not recorded.
+    Answers whose passes were not recorded, or that were decoded plainly, are left out.
     """
     texts = {(prompt.task, prompt.id): prompt.turns[0] for prompt in prompts}
     first = [result for result in first_blocks(results) if result.turn == 0]
     plain = {(r.task, r.prompt_id): r for r in first if r.method == PLAIN}
-    mine = [result for result in first if result.method == drafter and result.stats.passes]
+    mine = [result for result in first if result.method == drafter]
+    mine = [result for result in mine if result.stats.passes and result.stats.cycles]
     mine.sort(key=_accepted_per_draft)
     places = sorted({0, len(mine) // 2, len(mine) - 1}) if mine else []
     found = []

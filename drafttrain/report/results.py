@@ -207,7 +207,7 @@ class Untrimmed:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_accepted_tokens_per_position: list[int]
-    acceptance_length: float | None
+    mean_acceptance_length: float | None = None  # vLLM's: 1 + accepted / drafts
 
 
 @dataclass(frozen=True)
@@ -507,9 +507,9 @@ class BothSeconds:
 class OursBeside:
     """Our loop's numbers to compare with vLLM's; the counters behind them are untrimmed."""
 
-    acceptance_length: float | None
     tokens_per_second: Speeds
     speedup: Speedup
+    mean_acceptance_length: float | None = None
 
 
 @dataclass(frozen=True)
@@ -521,7 +521,6 @@ class WitnessRow:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_accepted_tokens_per_position: list[int]
-    acceptance_length: Estimate
     acceptance_per_position: Rates
     seconds: BothSeconds
     num_output_tokens: int
@@ -530,6 +529,7 @@ class WitnessRow:
     outputs_differing: int
     num_unstable: int
     ours: OursBeside | None
+    mean_acceptance_length: Estimate = NOT_COMPARED  # None in older reports
 
 
 @dataclass(frozen=True)

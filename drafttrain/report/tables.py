@@ -144,8 +144,8 @@ ADAPTED: list[Column[AdaptationRow]] = [
     ("difference [95 %]", lambda row: row.speedup.difference),
 ]
 WITNESSED: list[Column[WitnessRow]] = [
-    ("acceptance length, vLLM", lambda row: row.acceptance_length),
-    ("ours", lambda row: number(row.ours.acceptance_length if row.ours else None)),
+    ("mean acceptance length, vLLM", lambda row: row.mean_acceptance_length),
+    ("ours", lambda row: number(row.ours.mean_acceptance_length if row.ours else None)),
     ("per position, vLLM", lambda row: row.acceptance_per_position),
     PLAIN_SPEED,
     SPEED,

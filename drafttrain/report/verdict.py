@@ -83,6 +83,8 @@ def _money(row: MethodRow, settings: VerdictSettings) -> Money | None:
 
 def call(verdict: TaskVerdict) -> str:
     """Return the decision as the start of a sentence: `Speculate at depth 4`."""
+    if verdict.acceptance_length is None:
+        return f"{IN_WORDS[verdict.decision]} (nothing was drafted)"
     at = "up to" if verdict.adaptive else "at"
     return f"{IN_WORDS[verdict.decision]} {at} {fastest_depth(verdict)}"
 
@@ -94,12 +96,12 @@ def fastest_depth(verdict: TaskVerdict) -> str:
 
 
 def _statement(verdict: TaskVerdict) -> str:
-    value, ci95 = verdict.speedup.value, verdict.speedup.ci95
+    value, ci95, rate = verdict.speedup.value, verdict.speedup.ci95, verdict.acceptance_rate
     if value is None:
         return f"{call(verdict)}: no speedup could be computed."
     clauses = [
         f"{call(verdict)}: {number(value)} times as fast ({bounds(ci95)})",
-        f"acceptance rate {number(verdict.acceptance_rate)}",
+        *([] if rate is None else [f"acceptance rate {number(rate)}"]),
         *(line.rstrip(".") for line in bill(verdict)),
     ]
     if verdict.flagged:
@@ -148,6 +150,8 @@ def verdicts_of(
         decision = decide(row.speedup, settings.marginal_speedup)
         if (handicap(row) or disturbed) and decision == SPECULATE:
             decision = MARGINAL
+        if decision != UNKNOWN and not row.num_drafts:  # the target alone, measured twice
+            decision = DO_NOT
         verdict = TaskVerdict(
             decision=decision,
             depth=depth,

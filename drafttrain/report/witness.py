@@ -11,7 +11,7 @@ WANTED = 0.15  # how far a predicted speedup may be from the measured one
 DEFINITIONS = {
     "vllm": "The same prompts, token for token, decoded by a real vLLM with and without the "
     "drafter, prefill included; batch: requests handed in together, the next when all are done.",
-    "acceptance_length": "1 + accepted / drafts by vLLM's own counters, which count accepted "
+    "mean_acceptance_length": "1 + accepted / drafts by vLLM's own counters, which count accepted "
     "tokens past the end token and the limit; ours beside it is counted so too. ci95: bootstrap "
     "over prompts, at batch 1 alone, where each prompt's counters can be told apart.",
     "speedup": "vLLM's tokens per second with the drafter over its own without; ours over ours. "

@@ -58,8 +58,10 @@ class Validation:
                 f"leaves room for {max_new_tokens} new tokens in the {positions} positions of "
                 f"{who}; raise data.holdout or lower trainer.validation_tokens"
             )
-        # Acceptance lengths compare only where all of these are the same.
+        # Acceptance lengths compare only where all of these are the same. Definition 1 counted a
+        # bonus token for drafts that the end of the text cut.
         self.yardstick = {"depth": self.depth, "prompts": num_prompts, "tokens": max_new_tokens}
+        self.yardstick["definition"] = 2
         self.texts = list(held_out)[:num_prompts]
         self._loss_before: float | None = None
         self.rows: list[tuple[int, Counters]] = []
@@ -111,9 +113,9 @@ class Validation:
         accepted = total.num_accepted_tokens_per_position
         positions = [*accepted, *[0] * (self.depth - len(accepted))]
         drafts = max(total.num_drafts, 1)
-        mean = sum(positions) / drafts
-        off = [c.num_accepted_tokens - mean * c.num_drafts for _, c in self.rows]
-        metrics = {self.metric: 1 + mean, **losses}
+        length = total.acceptance_length or 1.0
+        off = [counters.yielded - length * counters.num_drafts for _, counters in self.rows]
+        metrics = {self.metric: length, **losses}
         if len(off) > 1:  # the standard error of a ratio of sums over prompts
             variance = sum(value**2 for value in off) * len(off) / (len(off) - 1)
             metrics[f"{self.metric}{ERROR}"] = math.sqrt(variance) / drafts
@@ -144,6 +146,6 @@ class Validation:
         rows: list[list[float]] = []
         for index, counters in self.rows:
             drafts, accepted = counters.num_drafts, counters.num_accepted_tokens
-            length = 1 + accepted / max(drafts, 1)
+            length = counters.acceptance_length or 1.0
             rows.append([float(index), float(drafts), float(accepted), length])
         return columns, rows

@@ -14,7 +14,7 @@ from paths import ROOT
 from test_drafters import random_drafter
 from test_engine import deepspeed_config
 
-from drafttrain.core.types import Decoded, DecodeStats, PromptResult, Proposal, Sample
+from drafttrain.core.types import Counters, Decoded, DecodeStats, PromptResult, Proposal, Sample
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
@@ -463,22 +463,34 @@ def test_validation_reports_acceptance_of_the_loop_and_leaves_the_drafter_alone(
     length = metrics["val/acceptance_length"]
     positions = [metrics[f"val/acceptance_position_{place}"] for place in (1, 2, 3)]
     assert 1 <= length <= 4
-    assert length == pytest.approx(1 + sum(positions))
+    total = sum((counters for _, counters in validation.rows), Counters())
+    assert length == total.yielded / total.num_drafts
     assert positions == sorted(positions, reverse=True)
     assert validation() == metrics
     assert drafter.training
     assert all(torch.equal(drafter.state_dict()[key], value) for key, value in before.items())
 
 
+def test_validation_counts_no_bonus_of_a_draft_that_the_limit_cut(target: Target) -> None:
+    """As reports do; answers of two tokens end within the draft after the first one."""
+    validation = validation_of("eagle3", target, held_out_samples(), max_new_tokens=2)
+    length = (validation() or {})["val/acceptance_length"]
+    total = sum((counters for _, counters in validation.rows), Counters())
+    assert total.num_accepted_tokens == total.num_cut_drafts > 0
+    assert length == 1
+    assert all(row[3] == 1 for row in validation.table()[1])
+
+
 def test_the_error_of_validation_is_that_of_a_ratio_over_prompts(target: Target) -> None:
     validation = validation_of("eagle3", target, held_out_samples())
     metrics = validation()
-    drafts, accepted = (
-        torch.tensor([row[place] for row in validation.table()[1]]) for place in (1, 2)
+    drafts, lengths = (
+        torch.tensor([row[place] for row in validation.table()[1]]) for place in (1, 3)
     )
-    assert accepted.sum() > 0
+    yielded = drafts * lengths
+    assert yielded.sum() > drafts.sum()
     # The leave-one-out lengths spread as much, to first order.
-    without = (accepted.sum() - accepted) / (drafts.sum() - drafts)
+    without = (yielded.sum() - yielded) / (drafts.sum() - drafts)
     jackknife = ((len(drafts) - 1) * (without - without.mean()).square().mean()).sqrt()
     assert metrics["val/acceptance_length_error"] == pytest.approx(float(jackknife), rel=0.15)
 
@@ -488,8 +500,8 @@ def test_the_table_of_validation_adds_up_to_its_metrics(target: Target) -> None:
     metrics = validation()
     columns, rows = validation.table()
     assert [row[0] for row in rows] == [0, 1, 2, 3]
-    totals = dict(zip(columns, map(sum, zip(*rows, strict=True)), strict=True))
-    length = 1 + totals["num_accepted_tokens"] / totals["num_drafts"]
+    assert columns[1::2] == ["num_drafts", "acceptance_length"]
+    length = sum(row[1] * row[3] for row in rows) / sum(row[1] for row in rows)
     assert metrics["val/acceptance_length"] == pytest.approx(length)
 
 

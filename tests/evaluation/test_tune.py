@@ -20,7 +20,7 @@ from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import measure_costs
 from drafttrain.evaluation.optimal_tree import OptimalTree
-from drafttrain.evaluation.tune import Tuning, acceptance_lengths, choose, in_order, predict
+from drafttrain.evaluation.tune import Tuning, choose, in_order, predict, whole_lengths
 from drafttrain.evaluation.tune_choice import CHAIN, Chosen, read_tuned, write_tuned
 from drafttrain.report.tune import ChosenDepth, DepthPrediction, headline
 from drafttrain.target.model import load_target
@@ -52,7 +52,7 @@ def test_costs_are_interpolated_between_what_was_measured() -> None:
 
 def test_a_shallower_chain_accepts_what_the_first_tokens_of_a_deeper_one_do() -> None:
     counters = Counters(10, 30, 12, [7, 4, 1])
-    assert acceptance_lengths(counters, [1, 2, 3]) == pytest.approx({1: 1.7, 2: 2.1, 3: 2.2})
+    assert whole_lengths(counters, [1, 2, 3]) == pytest.approx({1: 1.7, 2: 2.1, 3: 2.2})
 
 
 def test_predicted_batches_are_those_that_are_decoded() -> None:
@@ -78,6 +78,21 @@ def test_the_prediction_is_that_of_the_formula() -> None:
     for p, length, cycle in ((predictions[0], 1.75, 1.3), (predictions[1], 2.0, 1.6)):
         assert p.acceptance_length == length
         assert p.predicted == pytest.approx(length * plain / cycle)
+
+
+def test_a_predicted_acceptance_length_counts_no_bonus_of_a_cut_draft() -> None:
+    """Nine tokens after the prefill's, by 4 drafts of which the end of the answer cut the last."""
+    counters = Counters(4, 8, 6, [4, 2], num_cut_drafts=1)
+    results = [
+        result("autoregressive", "a", 10),
+        result("eagle3", "a", 10, counters, depth=2),
+    ]
+    one, two = predict(results, COSTS, [1, 2], 1)[:2]
+    assert two.acceptance_length == counters.acceptance_length == 9 / 4
+    # Drafts of one token yield 2 each, of two 2.5: nine tokens take 5 of them instead of 4.
+    assert one.acceptance_length == pytest.approx(9 / 5)
+    for p, cycle in ((one, 1.3), (two, 1.6)):
+        assert p.predicted == pytest.approx(p.acceptance_length * 1.3 / cycle)
 
 
 def test_rows_of_a_batch_leave_as_they_end() -> None:
@@ -131,7 +146,8 @@ def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> No
     rest: tuple[Any, ...] = ([0.7, 0.5], COSTS.records())
     expected = Chosen(2, {"math": 2}, {2: [[0], [1], [0, 0]]}, *rest)
     assert read_tuned(tmp_path, 1) == expected
-    assert read_tuned(tmp_path, 7) == Chosen(1, {}, {}, *rest)  # the nearest batch that was weighed
+    nearest = Chosen(1, {}, {}, *rest, speculate=False)
+    assert read_tuned(tmp_path, 7) == nearest  # the nearest batch that was weighed
     assert read_tuned(tmp_path, 1, weights="step-000010") == expected
     with pytest.raises(ValueError, match=r"chosen for the weights of step-000020, but it was"):
         read_tuned(tmp_path, 1, weights="step-000020")

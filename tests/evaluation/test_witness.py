@@ -483,7 +483,7 @@ def test_the_section_sets_vllm_beside_our_loop(
     assert section.agreement.ours == section.agreement.theirs
     (row,) = section.batches
     assert row.ours is not None
-    assert row.acceptance_length.value == pytest.approx(row.ours.acceptance_length)
+    assert row.mean_acceptance_length.value == pytest.approx(row.ours.mean_acceptance_length)
     assert row.speedup.value == pytest.approx(2.0)
     assert row.seconds == BothSeconds(plain=0.5 * len(asked), drafted=0.25 * len(asked))
     assert section.prediction is not None

@@ -473,7 +473,7 @@ def test_the_headline_says_fit_time_cost_and_speedup() -> None:
         r"Fits: 5\d\.\d GiB of the 79\.0 GiB of each h100, target sharded \(zero3\), "
         r"deepspeed=none\. Training takes \d+\.\d h and \$\d+\. Serving 1 request is then "
         r"\d\.\d\d times as fast at depth \d, predicted\. The acceptance length, 3\.05 at depth "
-        r"4, is assumed: plan\.acceptance_length takes a measured one\.",
+        r"4, is assumed: plan\.acceptance_length or run\.dir takes a measured one\.",
         headline(plan),
     ), headline(plan)
 
@@ -1096,7 +1096,10 @@ def test_a_plan_needs_no_attention_kernels(tmp_path: Path) -> None:
     [
         ("plan.depth=0", r"plan\.depth must be at least 1, got 0"),
         ("plan.acceptance_length=9", r"plan\.acceptance_length must be in \[1, 5\] for plan\.dep"),
-        ("plan.acceptance_rate=2", r"plan\.acceptance_rate must be in \[0, 1\], got 2"),
+        (
+            "plan.conditional_acceptance=2",
+            r"plan\.conditional_acceptance must be in \[0, 1\], got 2",
+        ),
         ("plan.loss_share=0", r"plan\.loss_share must be in \(0, 1\], got 0"),
         ("plan.batch_sizes=[]", r"plan\.batch_sizes must be numbers of at least 1, got \[\]"),
         ("drafter=ngram", r"drafter=ngram has nothing to train, and so nothing to plan"),

@@ -233,7 +233,7 @@ def test_numbers_of_two_prompts_are_those_computed_by_hand():
     assert row["outputs_differing"] == {"num": 0, "of": 2}
     assert row["untrimmed"]["num_accepted_tokens"] == 10
     assert row["untrimmed"]["num_accepted_tokens_per_position"] == [7, 3]
-    assert row["untrimmed"]["acceptance_length"] == pytest.approx(2.0)
+    assert row["untrimmed"]["mean_acceptance_length"] == pytest.approx(2.0)
     assert row["repetition_rate"] == 0
     assert report["tasks"]["math"] == row
     plain = report["methods"]["autoregressive"]["summary"]

@@ -82,22 +82,13 @@ def write_fixed(folder: Path, pace: float = 1.0, seed: int = 0) -> None:
     write_report(report, folder)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two run folders, nothing of their training on record."""
-    place = tmp_path_factory.mktemp("runs")
+def fixed_files(place: Path) -> dict[str, str]:
+    """Return report.json and compare.json of two fixed runs, nothing of their training on record.
+
+    `place` is the working directory: the runs are named relative to it.
+    """
     write_fixed(place / "a/evaluations/default")
     write_fixed(place / "b/evaluations/default", pace=0.7, seed=1)
-    return place
-
-
-def test_report_json_is_what_it_was(runs: Path) -> None:
-    text = (runs / "a/evaluations/default/report.json").read_text()
-    assert text == (GOLDEN / "report.json").read_text()
-
-
-def test_compare_json_is_what_it_was(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(runs)
     settings = CompareSettings(
         runs=["a", "b"],
         evaluation="default",
@@ -108,7 +99,18 @@ def test_compare_json_is_what_it_was(runs: Path, monkeypatch: pytest.MonkeyPatch
         name="ours",
         dir="compared",
     )
-    write_comparison(compare_runs(settings, {"command": "compare"}), runs / "compared")
-    text = (runs / "compared/compare.json").read_text()
-    assert text == (GOLDEN / "compare.json").read_text()
-    assert {row["method"] for row in json.loads(text)["rows"]} == {"a", "b", "ngram", "before"}
+    write_comparison(compare_runs(settings, {"command": "compare"}), place / "compared")
+    files = (place / "a/evaluations/default/report.json", place / "compared/compare.json")
+    return {file.name: file.read_text() for file in files}
+
+
+def test_report_json_and_compare_json_are_what_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A changed report is a visible diff: python scripts/update_golden.py."""
+    monkeypatch.chdir(tmp_path)
+    found = fixed_files(tmp_path)
+    for name, text in found.items():
+        assert text == (GOLDEN / name).read_text(), name
+    rows = json.loads(found["compare.json"])["rows"]
+    assert {row["method"] for row in rows} == {"a", "b", "ngram", "before"}

@@ -135,7 +135,7 @@ def check(section: WitnessSection, num_outputs: int) -> None:
     one, four = section.batches
     assert (one.batch_size, four.batch_size) == (1, 4)
     assert one.outputs_differing == four.outputs_differing == 0
-    assert one.acceptance_length.value == four.acceptance_length.value
+    assert one.mean_acceptance_length.value == four.mean_acceptance_length.value
     assert one.speedup.value > 0
     assert section.prediction is not None
     assert section.prediction.num_test == 5

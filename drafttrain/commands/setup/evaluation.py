@@ -58,6 +58,7 @@ from drafttrain.target.pretrained.inflate import count_parameters
 from drafttrain.target.pretrained.size import parameters
 from drafttrain.training.checkpoint import NAME
 
+NO_DEPTH_PAYS = "`tune` chose not to speculate, because the target alone was faster ({file})"
 SMALL_TARGET = 100_000_000  # parameters below which a pass is mostly dispatch, not products
 
 
@@ -204,6 +205,9 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     if settings.of_tasks:
         told = ", ".join(f"{task}: {one.describe()}" for task, one in settings.of_tasks.items())
         lines.append(f"tasks drafted as `tune` chose for them: {told}")
+    tasks = dict.fromkeys(prompt.task for prompt in prompts)
+    if plain := [task for task in tasks if not settings.drafts(task)]:
+        lines.append(f"tasks decoded plainly, where `tune` chose no depth: {', '.join(plain)}")
     size = target.num_parameters
     if size < SMALL_TARGET:
         lines.append(
@@ -293,17 +297,23 @@ def as_tuned(settings: EvalConfig, folder: str, weights: str | None = None) -> E
     told = settings.batch_size, policy, weights, settings.temperature
     found = chosen_by_tune(folder, wanted[-1], *told)
     depth = found.depth if settings.depth == AUTO else settings.depth
-    own = {task: each for task, each in found.tasks.items() if each != depth}
     # Depths of a sweep are measured as they are, and vLLM drafts one depth.
     alone = settings.depth == AUTO and not settings.depths and settings.engine == "drafttrain"
-    chosen = Chosen(depth, own if alone else {})
+    usual = depth if found.speculate else 0
+    own = {task: each for task, each in found.tasks.items() if each != usual}
+    chosen = Chosen(depth, own if alone else {}, speculate=found.speculate or not alone)
+    if settings.depth == AUTO and not (alone or found.speculate or settings.policy == "adaptive"):
+        raise ValueError(
+            f"eval.depth must be a number with eval.depths or eval.engine=vllm, got {AUTO}: "
+            f"{NO_DEPTH_PAYS.format(file=Path(folder) / TUNED)}"
+        )
     try:
         if settings.policy == "optimal_tree":
             one = "be empty with eval.policy=optimal_tree; `tune` measures the trees of all depths"
             settings.require("depths", not settings.depths, one)
             trees = ", ".join(map(str, found.trees)) or "none"
             one = f"be {AUTO} or one that `tune` made a tree for: {trees}"
-            settings.require("depth", {depth, *chosen.tasks.values()} <= set(found.trees), one)
+            settings.require("depth", {depth, *chosen.tasks.values()} <= {0, *found.trees}, one)
             chosen = replace(chosen, trees=found.trees)
         if settings.policy == "adaptive":
             costs = Costs.of_records(found.costs_ms)

@@ -20,10 +20,12 @@ from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.job import Job
 from drafttrain.plan.memory import Sharding, place, refuse_unless_fitting
 from drafttrain.plan.pages import short_form
+from drafttrain.plan.serving import accepted, rate_of
 from drafttrain.plan.shapes import inflated, settings_of, shape_of
 from drafttrain.plan.throughput import cost
 from drafttrain.plan.trace import Load, UnknownCostError, trace
 from drafttrain.plan.units import GIB
+from drafttrain.report.card import read_run
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.hardware import choose_train_dtype, dtype_name
 from drafttrain.runtime.run_folder import PROVENANCE
@@ -51,7 +53,29 @@ def plan_of(config: PlanConfig) -> tuple[Plan, str]:
     if own not in shardings:
         shardings.append(own)
     order = sorted(shardings, key=lambda way: (way.stage is not None, way.stage or 0, way.offload))
-    return build_plan(job, settings, own, config.hardware.target_placement, order), source
+    settings, measured = with_measured_acceptance(settings)
+    placement = config.hardware.target_placement
+    return build_plan(job, settings, own, placement, order, measured), source
+
+
+def with_measured_acceptance(settings: PlanSettings) -> tuple[PlanSettings, str]:
+    """Return the settings with the acceptance length of plan.run's report, and whose it is.
+
+    The report named "default" counts, else the first one of chains; "" where none was measured.
+    A length at another depth than plan.depth is converted as if all positions were accepted alike.
+    """
+    if settings.acceptance_length is not None:
+        return settings, "plan.acceptance_length's"
+    reports = {} if settings.run is None else read_run(Path(settings.run))[1]
+    for name, report in sorted(reports.items(), key=lambda one: one[0] != "default"):
+        length = report.summary.acceptance_length.micro
+        if length is not None and not report.tree:
+            rate = rate_of(length, report.depth)
+            length = accepted(rate, length, report.depth, settings.depth)
+            return replace(settings, acceptance_length=length), (
+                f"by the report {shown(name)} of {settings.run}"
+            )
+    return settings, ""
 
 
 def foresee(config: TrainConfig) -> list[str]:

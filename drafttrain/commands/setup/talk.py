@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.commands.setup.api import check_alone, stream_of
-from drafttrain.commands.setup.evaluation import Loaded, as_tuned, load
+from drafttrain.commands.setup.evaluation import NO_DEPTH_PAYS, Loaded, as_tuned, load
 from drafttrain.commands.setup.target_and_drafter import inflate_as
 from drafttrain.config.sections import ChatConfig
 from drafttrain.data.chat import prompt_tokens
@@ -16,6 +16,7 @@ from drafttrain.decode.loop import describe_rule, is_lossless
 from drafttrain.decode.policy import Policy
 from drafttrain.decode.rows import context_of
 from drafttrain.decode.stream import Stream
+from drafttrain.evaluation.tune_choice import TUNED
 from drafttrain.runtime.hardware import choose_draft_dtype, dtype_name
 from drafttrain.runtime.terminal import console
 from drafttrain.target.pretrained.inflate import count_parameters
@@ -42,6 +43,11 @@ class Talk:
         """How proposals grow."""
         return self.config.eval.policy_at(int(self.config.eval.depth))
 
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted: not where `tune` chose not to speculate."""
+        return self.config.eval.drafts("")
+
     def tokens(self, messages: Sequence[Message]) -> list[int]:
         """Return the prompt; ValueError if the target has no chat template, or that refuses it."""
         try:
@@ -67,7 +73,8 @@ class Talk:
                 f"the {place}; shorten it, or begin anew"
             )
         how, most = self.config.eval, min(self.config.chat.max_new_tokens, room)
-        return stream_of(target, drafter, tokens, how, self.config.run.seed, most, row)
+        drafting = drafter if self.drafts else None
+        return stream_of(target, drafting, tokens, how, self.config.run.seed, most, row)
 
     def plain_tokens_per_second(self, tokens: Sequence[int]) -> float | None:
         """Return the speed of the target alone after a prompt, from a few steps, warmed up."""
@@ -123,8 +130,11 @@ def _ready(config: ChatConfig) -> Talk:
     rule = ""
     if not is_lossless(how.acceptance_rule, how.sampling):
         rule = f", by {describe_rule(how.sampling, how.acceptance_rule)}"
+    drafting = f"with {name}, {talk.policy.describe()}{rule}"
+    if not talk.drafts:
+        drafting = f"alone: {NO_DEPTH_PAYS.format(file=Path(folder) / TUNED)}"
     console.print(
-        f"{target.spec.name} answers with {name}, {talk.policy.describe()}{rule}, "
+        f"{target.spec.name} answers {drafting}, "
         f"{dtype_name(loaded.choice.dtype)}, {loaded.choice.threads} threads on {device}"
     )
     return talk

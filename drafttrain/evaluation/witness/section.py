@@ -259,7 +259,7 @@ def _row(
     return WitnessRow(
         batch_size=batch.batch_size,
         **counters.of_vllm,
-        acceptance_length=Estimate(length, alone.ci95 if alone else None),
+        mean_acceptance_length=Estimate(length, alone.ci95 if alone else None),
         acceptance_per_position=[
             ratio(accepted, drafts) for accepted in counters.num_accepted_tokens_per_position
         ],
@@ -269,7 +269,7 @@ def _row(
         speedup=speedup(drafted, plain, resampling),
         outputs_differing=sum(a != b for a, b in pairs),
         num_unstable=batch.plain.num_unstable + batch.speculative.num_unstable,
-        ours=OursBeside(ours.untrimmed.acceptance_length, ours.tokens_per_second, ours.speedup)
+        ours=OursBeside(ours.tokens_per_second, ours.speedup, ours.untrimmed.mean_acceptance_length)
         if ours
         else None,
     )
