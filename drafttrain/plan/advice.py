@@ -58,7 +58,7 @@ def build_plan(
     shardings: Sequence[Sharding],
 ) -> Plan:
     """Return the plan of a job: its own sharding, all others, serving, and advice."""
-    ways = combinations(shardings, job.load.ranks, placement)
+    ways = combinations(shardings, job, placement)
     host = host_of(job, settings)
     rate, length = settings.acceptance_rate, settings.acceptance_length
     deepest = job.parts.max_depth or settings.depth  # such as the number of heads

@@ -36,7 +36,7 @@ from drafttrain.runtime.untrusted_input import UntrustedError, read_typed, shown
 from drafttrain.target.answers.selfgen import selfgen
 from drafttrain.target.describe import describe
 from drafttrain.target.model import Target
-from drafttrain.target.placement import choose_placement, load_placed
+from drafttrain.target.placement import Placement, choose_placement, load_placed
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.inflate import count_parameters
 from drafttrain.target.pretrained.models import load_model_config, load_tokenizer
@@ -119,15 +119,20 @@ def refuse_selfgen(config: DataConfig) -> None:
 
 
 def open_features(
-    config: TrainConfig, fresh: bool, dtype: torch.dtype, ranks: Ranks
+    config: TrainConfig,
+    fresh: bool,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    planned: Placement | None,
 ) -> tuple[StoredTarget | None, Target | None]:
     """Return the store of features, if they are stored, and the target, if it is to be loaded.
 
     Raises ValueError, before the target is loaded, where the store is of another target or cannot
-    train the drafter. fresh: whether the drafter has no weights yet.
+    train the drafter. fresh: whether the drafter has no weights yet. planned: where the target
+    goes; None chooses it by its files.
     """
     features, model, drafter = config.features, config.model, config.drafter
-    placement = config.hardware.target_placement
+    placement = planned or config.hardware.target_placement
     if not isinstance(features, StoredFeaturesConfig):
         return None, load_on_ranks(model, dtype, ranks, placement)
     assert features.dir is not None
@@ -153,9 +158,13 @@ def open_features(
     return store, target
 
 
-def load_on_ranks(model: ModelConfig, dtype: torch.dtype, ranks: Ranks, placement: str) -> Target:
-    """Return the target for a command of several ranks, placed as asked or where it fits."""
-    return load_placed(model, dtype, ranks, choose_placement(placement, model, dtype, ranks))
+def load_on_ranks(
+    model: ModelConfig, dtype: torch.dtype, ranks: Ranks, placement: str | Placement
+) -> Target:
+    """Return the target for a command of several ranks, placed as planned, or by what is asked."""
+    if isinstance(placement, str):
+        placement = choose_placement(placement, model, dtype, ranks)
+    return load_placed(model, dtype, ranks, placement)
 
 
 def shape_of(config: DrafterConfig, spec: TargetSpec) -> Drafter:
