@@ -111,6 +111,14 @@ def room_of(device: torch.device) -> dict[int | str, int]:
     return room
 
 
+def room_for(config: ModelConfig, device: torch.device) -> int:
+    """Return the bytes that a target may take of a CPU's memory, or of all GPUs that it may use."""
+    room = room_of(device)
+    if device.type == "cpu" or not can_be_spread(config):
+        return room["cpu" if device.type == "cpu" else device.index or 0]
+    return sum(size for place, size in room.items() if place != "cpu")
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of a GPU, or this process's share of the host's."""
     if device.type == "cuda":
