@@ -100,9 +100,10 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
 
     for line in [*intentions(config), *changes]:
         say(line)
-    for line in foresee(config):
+    planned, placement = foresee(config, ranks)
+    for line in planned:
         say(line)
-    material = gather(config, start is None, dtype, ranks, say)
+    material = gather(config, start is None, dtype, ranks, placement, say)
     drafter = first_weights(config, start, material, say)
     if ranks.is_main:
         keep_start(folder, start)

@@ -62,7 +62,7 @@ def build_plan(
 
     measured: see `Plan`.
     """
-    ways = combinations(shardings, job.load.ranks, placement)
+    ways = combinations(shardings, job, placement)
     host = host_of(job, settings)
     rate, length = settings.conditional_acceptance, settings.acceptance_length
     deepest = job.parts.max_depth or settings.depth  # such as the number of heads

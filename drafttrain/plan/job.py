@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from drafttrain.plan.accelerator import Accelerator
 from drafttrain.plan.shapes import Shape
 from drafttrain.plan.trace import DrafterCost, Load
+from drafttrain.target.placement import TARGET_SHARE, Placement
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,10 @@ class Job:
     max_steps: int
     data_tokens: int | None  # different ones, at most; None: not known without the data
     target_bytes: float
-    too_large: str  # where auto puts a target that is too large for one accelerator
+    placement: Placement  # of the target in the training processes, as the run chooses it
+    gpus: int  # accelerators over which one process can spread the target
+    maps: int  # processes that spread it, each its own copy
+    host_room: float  # bytes of the host for layers that fit on no accelerator
     engine_bytes: float  # that vLLM takes of each accelerator, where the target is placed there
     price_per_hour: float
 
@@ -35,6 +39,13 @@ class Job:
     def token_bytes(self) -> int:
         """Bytes of one token's features."""
         return feature_bytes(self.parts.captures, self.shape.hidden_size, self.load.width)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Bytes of a spread target on each accelerator, and on the host (a CPU's: on the disk)."""
+        gpus = self.gpus if self.maps == 1 else 1
+        each = min(self.target_bytes / gpus, TARGET_SHARE * self.chip.memory)
+        return each, (self.target_bytes - gpus * each) * self.maps
 
     @property
     def machine(self) -> str:

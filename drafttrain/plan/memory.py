@@ -1,16 +1,13 @@
 """Memory per accelerator while training, by component, for every way to shard."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
-import torch
-
-from drafttrain.plan.accelerator import host_memory
 from drafttrain.plan.job import Job
 from drafttrain.plan.shapes import Shape
 from drafttrain.plan.trace import DrafterCost, Load
 from drafttrain.plan.units import gib
-from drafttrain.target.placement import TARGET_SHARE
 from drafttrain.training.engine.config import DeepSpeedConfig
 
 DEFAULT_BUCKET = 500_000_000  # DeepSpeed's
@@ -64,6 +61,8 @@ class Memory:
     parts: dict[str, float]
     limit: float
     host: float
+    spilled: float = 0.0  # bytes of the target's layers that fit on no accelerator
+    host_room: float = inf
 
     @property
     def total(self) -> float:
@@ -78,30 +77,32 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether that much memory is there."""
-        return self.total <= self.limit
+        """Whether that much memory is there, on the host too."""
+        return self.total <= self.limit and self.spilled <= self.host_room
 
 
 def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
     """Return the memory that training takes on one accelerator.
 
-    A device map is one process, whose layers lie on all accelerators: the first has a share of the
-    target like the others, and everything else.
+    A device map is one process, whose layers lie on all accelerators and on the host: the first has
+    a share of the target like the others, and everything else. With vLLM the target is in the
+    training processes as well, to validate.
     """
     shape, parts, load, target_bytes = job.shape, job.parts, job.load, job.target_bytes
-    ranks = 1 if placement == "device_map" else load.ranks
+    lies = job.placement.kind if placement == "vllm" else placement
+    ranks = job.maps if lies == "device_map" else load.ranks
     table = shape.readout_parameters * load.width
-    found = dict.fromkeys(NAMES, 0.0)
-    if placement == "device":
-        found["target"] = target_bytes
-    elif placement == "device_map":
-        found["target"] = target_bytes / load.ranks
-        found["readout"] = max(0.0, table - target_bytes / load.ranks)
-    else:
-        found["readout"] = table
+    found, spilled = dict.fromkeys(NAMES, 0.0), 0.0
     if placement == "vllm":
         found["engine"] = job.engine_bytes
-    if placement == "zero3":
+    if lies == "device":
+        found["target"] = target_bytes
+    elif lies == "device_map":
+        found["target"], spilled = job.spread
+        found["readout"] = max(0.0, table - found["target"])
+    elif lies == "stored":
+        found["readout"] = table
+    elif lies == "zero3":
         found["target"] = target_bytes / ranks
         live = min(LIVE_LAYERS, shape.num_layers) if ranks > 1 else 0
         found["gathered"] = live * ((target_bytes - table) / shape.num_layers)
@@ -118,37 +119,43 @@ def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
     # One host memory holds what all ranks of the machine need.
     times = min(ranks, load.ranks_here) if job.chip.is_cpu else 1
     found = {name: float(value * times) for name, value in found.items()}
-    return Memory(sharding, placement, found, job.chip.memory, host * ranks)
+    return Memory(sharding, placement, found, job.chip.memory, host * ranks, spilled, job.host_room)
 
 
 def place(job: Job, sharding: Sharding, placement: str) -> Memory:
-    """Return the memory of hardware.target_placement; auto: as `choose_placement` chooses."""
-    if placement == "auto":
-        ranks_here = job.load.ranks_here if job.chip.is_cpu else 1
-        small = job.target_bytes <= TARGET_SHARE * job.chip.memory / ranks_here
-        placement = "device" if small else job.too_large
-    return memory_of(job, sharding, placement)
+    """Return the memory of hardware.target_placement; auto: where the run puts the target."""
+    return memory_of(job, sharding, job.placement.kind if placement == "auto" else placement)
 
 
-def refuse_unless_fitting(job: Job, sharding: Sharding, placement: str) -> None:
+def refuse_unless_fitting(job: Job, sharding: Sharding, placement: str, plan: str) -> None:
     """Raise ValueError where training needs more memory than there is, even at the lowest estimate.
 
-    A device map may use the disk as well, slowly; auto may choose it for every GPU and the host.
+    A device map that is asked for may use the disk, slowly; one that auto chooses has the host.
+    plan: the command that shows what fits.
     """
     asked = place(job, sharding, placement)
-    if asked.least <= asked.limit or placement == "device_map":
+    enough = asked.spilled <= asked.host_room or placement == "device_map"
+    if asked.least <= asked.limit and enough:
         return
-    if placement == "auto" and not job.chip.is_cpu:
-        spread = memory_of(job, sharding, "stored").least + job.target_bytes
-        if spread <= max(1, torch.cuda.device_count()) * job.chip.memory + host_memory():
-            return
     states = sum(asked.parts[name] for name in STATES)
-    raise ValueError(
+    text = (
         f"hardware must hold the run: it takes at least {gib(asked.least)} where {job.machine} has "
         f"{gib(asked.limit)} (weights of model={job.target} {gib(asked.parts['target'])}, drafter "
         f"and optimizer {gib(states)}, activations of hardware.micro_batch={job.load.rows} "
-        f"{gib(asked.parts['working'])}); `python -m drafttrain plan` with the same model, "
-        "drafter, trainer and hardware shows what fits; hardware.check_fit=false tries all the same"
+        f"{gib(asked.parts['working'])})"
+    )
+    if asked.least <= asked.limit:
+        text = (
+            f"hardware must hold the run: {gib(asked.spilled)} of model={job.target} fit on no "
+            f"accelerator, and the host has room for {gib(asked.host_room)}; "
+            "hardware.target_placement=device_map reads them from the disk in every pass"
+        )
+    elif asked.placement == "zero3":
+        mapped = memory_of(replace(job, maps=1), sharding, "device_map")
+        if mapped.least <= mapped.limit and mapped.spilled <= mapped.host_room:
+            text += "; hardware.target_placement=device_map fits, in one process, and is slower"
+    raise ValueError(
+        f"{text}; `{plan}` shows what fits; hardware.check_fit=false tries all the same"
     )
 
 
@@ -193,17 +200,17 @@ def training_bytes(
     return found | dict.fromkeys(moved, 0.0) | {"host": host}
 
 
-def combinations(
-    shardings: Sequence[Sharding], ranks: int, asked: str
-) -> list[tuple[Sharding, str]]:
+def combinations(shardings: Sequence[Sharding], job: Job, asked: str) -> list[tuple[Sharding, str]]:
     """Return every way that makes sense: a device map has one process, shards need several.
 
     vLLM is one of them where it is asked for.
     """
+    mapped = job.gpus > 1 or "device_map" in (asked, job.placement.kind)
     return [
         (sharding, placement)
         for placement in ("device", "device_map", "zero3", *["vllm"] * (asked == "vllm"), "stored")
         for sharding in shardings
-        if (ranks > 1 or placement not in ("zero3", "device_map"))
+        if (job.load.ranks > 1 or placement != "zero3")
+        and (mapped or placement != "device_map")
         and (placement != "device_map" or sharding.stage is None)
     ]

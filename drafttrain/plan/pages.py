@@ -275,11 +275,12 @@ def serving(plan: Plan) -> Table:
     )
 
 
-def short_form(job: Job, cost: Cost) -> list[str]:
-    """Return the lines that `train` prints before it loads anything."""
+def short_form(job: Job, cost: Cost, plan: str) -> list[str]:
+    """Return the lines that `train` prints before it loads anything; plan: the command for more."""
     memory, speed = cost.memory, cost.speed
     held = memory.placement != "stored"
     where = _held(memory.placement) if held else "stored features, no target"
+    where += f", {gib(memory.spilled)} of it on the host" if memory.spilled else ""
     whose = f"{'of' if job.chip.is_cpu else 'on'} {job.machine}"
     price = f", {money(cost.dollars)}" if cost.dollars else ""
     return [
@@ -289,7 +290,8 @@ def short_form(job: Job, cost: Cost) -> list[str]:
         f"  memory: about {gib(memory.total)} of {gib(memory.limit)} {whose} "
         f"({_ranks(job)}, {where})",
         f"  time: about {hours(cost.hours)} at {three(speed.tokens_per_s)} tokens/s; "
-        f"{three(cost.kilowatt_hours)} kWh{price}; more: python -m drafttrain plan",
+        f"{three(cost.kilowatt_hours)} kWh{price}",
+        f"  more: {plan}",
     ]
 
 

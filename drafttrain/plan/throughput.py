@@ -6,6 +6,7 @@ from drafttrain.plan.job import Job
 from drafttrain.plan.memory import Memory
 
 LAYER_OPERATIONS = 40  # of the target's forward pass: a Llama's, in Transformers
+HOST_LINK = 64e9  # bytes per second from the host to a GPU: PCIe 5.0 x16, its specified peak
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def cost(job: Job, found: Memory, stored: bool = False) -> Cost:
     speed = throughput(job, found.placement, stored or found.placement == "stored")
     hours = job.trained_tokens / speed.tokens_per_s / 3600
     # Accelerators wait for each other, and are paid while they do.
-    each = hours if job.chip.is_cpu else hours * job.load.ranks
+    used = job.gpus if found.placement == "device_map" and job.maps == 1 else job.load.ranks
+    each = hours if job.chip.is_cpu else hours * used
     return Cost(
         memory=found,
         speed=speed,
@@ -59,10 +61,13 @@ def throughput(job: Job, placement: str, stored: bool) -> Throughput:
     """Return the times of one optimizer step by the roofline, and no less than its launches take.
 
     Each layer of a sharded target (zero3) is gathered from the other ranks for every micro batch,
-    while the layer before is computed. The ranks of a device map take turns.
+    while the layer before is computed. The accelerators of a device map take turns, and its layers
+    on the host are moved to them for every micro batch (a CPU reads them from the disk, for which
+    no time is counted).
     """
     shape, load, chip = job.shape, job.load, job.chip
-    ranks = 1 if placement == "device_map" else load.ranks
+    mapped = placement == "device_map" or (placement, job.placement.kind) == ("vllm", "device_map")
+    ranks = job.maps if mapped else load.ranks
     speed = chip.flops[load.dtype] * chip.efficiency
     bandwidth = chip.bandwidth * chip.bandwidth_efficiency
     link = chip.interconnect * chip.bandwidth_efficiency
@@ -79,6 +84,8 @@ def throughput(job: Job, placement: str, stored: bool) -> Throughput:
     if not stored:
         waits["launches"] = times * shape.num_layers * LAYER_OPERATIONS * chip.launch_s
         waits["memory"] = times * job.target_bytes / bandwidth
+        if placement == "device_map":
+            waits["the host"] = times * job.spread[1] / (HOST_LINK * chip.bandwidth_efficiency)
         if placement == "zero3" and ranks > 1:
             waits["gathering"] = times * (job.target_bytes * (ranks - 1) / ranks) / link
     bound = max(waits, key=lambda name: waits[name])

@@ -108,6 +108,8 @@ def build_report(
     if lossless.greedy_total:
         counted = f"{lossless.greedy_identical} of {lossless.greedy_total} greedy outputs identical"
         told = f"{counted} to plain decoding in {lossless.dtype}"
+        if lossless.identical and lossless.divergences:
+            told += ", the others but for choices within twice its rounding noise"
     rule = rule_statement(lossless.rule, lossless.lossless, lossless.tuned)
     lossless = replace(lossless, statement=f"{rule}; {told}")
     repeats = min(prompt.num_blocks for prompt in plain.values())

@@ -281,6 +281,9 @@ class Point(ByTask[MethodRow]):
     ngram: MethodRow | None
 
 
+EXACT_DTYPES = ("float32", "float64")  # in which greedy outputs must be equal
+
+
 @dataclass(frozen=True)
 class Divergence:
     """The first place where a greedy output differs from the plain loop's.
@@ -336,8 +339,9 @@ class LosslessCheck:
 
     @property
     def identical(self) -> bool:
-        """Whether all greedy outputs are identical."""
-        return self.greedy_identical == self.greedy_total
+        """Whether all greedy outputs are identical, but for near ties in short dtypes."""
+        ties = 0 if self.dtype in EXACT_DTYPES else sum(one.tie for one in self.divergences)
+        return self.greedy_identical + ties == self.greedy_total
 
 
 @dataclass(frozen=True)

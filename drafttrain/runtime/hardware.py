@@ -46,7 +46,8 @@ def choose_device(config: HardwareConfig) -> str:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
             f"hardware.device={config.device} needs a CUDA GPU and a CUDA build of torch, "
-            "found none; use hardware=cpu or hardware=auto"
+            "found none; use hardware=cpu or hardware=auto, or `plan` the same run for a machine "
+            "that has GPUs: python -m drafttrain plan with the same settings"
         )
     if device.startswith("cuda"):
         # It plans anew for every shape, for milliseconds, and our shapes vary from pass to pass.

@@ -76,15 +76,15 @@ def ranks_to_start(
                 "hardware.threads=1"
             )
         return wanted
+    placement = hardware.target_placement
     if wanted == "auto":
-        # With these, one process spreads the target over all GPUs.
-        return 1 if hardware.target_placement in ("device_map", "vllm") else gpus
+        wanted = 1 if placement == "vllm" else gpus
     if wanted > gpus:
         raise ValueError(
             f"hardware.ranks must be at most {gpus}, the GPUs that this machine shows, got "
             f"{wanted}; leave it out, or use hardware.device=cpu"
         )
-    return wanted
+    return 1 if placement == "device_map" else wanted  # one process spreads the target over all
 
 
 def launch(hardware: HardwareConfig, arguments: Sequence[str], folder: Path) -> int | None:

@@ -19,6 +19,8 @@ from drafttrain.target.sharded import load_sharded
 
 # The share of free memory that a target may take: features, logits and the drafter need the rest.
 TARGET_SHARE = 0.7
+# With vllm, an engine besides this target gives the features, and this target goes as with auto.
+CHOSEN = ("auto", "vllm")
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -36,42 +38,47 @@ class Placement:
 def choose_placement(
     asked: str, config: ModelConfig, dtype: torch.dtype, ranks: Ranks
 ) -> Placement:
-    """Return where the target goes: as asked, or for "auto" the first placement that has room.
+    """Return where the target goes, by the size that the headers of its files give.
 
-    One device if the weights take at most 70 % of its free memory, else partitioned over ranks,
-    else spread. Every rank gets rank 0's choice. Only headers are read, no weights.
+    Every rank gets rank 0's choice. No weights are read.
     """
-    if asked not in ("auto", "vllm"):  # with vLLM, an engine besides this target gives the features
+
+    def choose() -> dict[str, str]:
+        size, settings = 0, None
+        if asked in CHOSEN and can_be_spread(config):
+            size, settings = weight_bytes(config, dtype), load_model_config(config)
+        free, count = free_bytes(ranks.device), ranks.world_size
+        return vars(placement_of(asked, config, settings, size, free, count))
+
+    return Placement(**ranks.broadcast_object(choose()))
+
+
+def placement_of(
+    asked: str, config: ModelConfig, settings: Any, size: float, free: float, ranks: int
+) -> Placement:
+    """Return where a target of `size` bytes goes: as asked, or for "auto" the first that has room.
+
+    One device if the weights take at most 70 % of its `free` bytes, else partitioned over the
+    ranks (quantised weights cannot be), else spread. The plan, the check before training and
+    loading all ask this function. settings: Transformers' own configuration of the target.
+    """
+    if asked not in CHOSEN:
         return Placement(asked, "set by hardware.target_placement")
-    chosen = _choose(config, dtype, ranks)
-    return Placement(**ranks.broadcast_object(vars(chosen)))
-
-
-def _choose(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> Placement:
     if not can_be_spread(config):
         return Placement("device", "random or inflated weights allow no other placement")
-    size, free = weight_bytes(config, dtype), free_bytes(ranks.device)
-    told = f"{filesize.decimal(size)} of weights, {filesize.decimal(free)} free on {ranks.device}"
+    told = f"{filesize.decimal(int(size))} of weights, {filesize.decimal(int(free))} of free memory"
     if size <= TARGET_SHARE * free:
         return Placement("device", told)
     told += f", of which the target may take {TARGET_SHARE:.0%}"
-    if too_large(config, load_model_config(config), ranks.world_size) == "zero3":
-        return Placement("zero3", f"{told}; partitioned over {ranks.world_size} ranks")
+    quantized = config.quantization or getattr(settings, "quantization_config", None)
+    if ranks > 1 and not quantized:
+        return Placement("zero3", f"{told}; partitioned over {ranks} ranks")
     return Placement("device_map", f"{told}; spread over GPUs, host and disk")
 
 
 def can_be_spread(config: ModelConfig) -> bool:
     """Whether a target may lie on more than one device: random or inflated weights may not."""
     return not isinstance(config, RandomModelConfig) and config.inflate is None
-
-
-def too_large(config: ModelConfig, model_config: Any, ranks: int) -> str:
-    """Return where "auto" puts a target that is too large for one device: zero3 or device_map.
-
-    Quantised weights are not partitioned. model_config: Transformers' own.
-    """
-    given = getattr(model_config, "quantization_config", None)
-    return "zero3" if ranks > 1 and config.quantization is None and given is None else "device_map"
 
 
 def load_placed(
@@ -102,6 +109,14 @@ def room_of(device: torch.device) -> dict[int | str, int]:
             room[number] = int(TARGET_SHARE * free_bytes(torch.device("cuda", number)))
     room["cpu"] = int(TARGET_SHARE * free_bytes(torch.device("cpu")))
     return room
+
+
+def room_for(config: ModelConfig, device: torch.device) -> int:
+    """Return the bytes that a target may take of a CPU's memory, or of all GPUs that it may use."""
+    room = room_of(device)
+    if device.type == "cpu" or not can_be_spread(config):
+        return room["cpu" if device.type == "cpu" else device.index or 0]
+    return sum(size for place, size in room.items() if place != "cpu")
 
 
 def free_bytes(device: torch.device) -> int:

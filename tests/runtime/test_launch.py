@@ -48,6 +48,7 @@ def hardware(**keys: Any) -> HardwareConfig:
         ({"ranks": 1}, 8, 1),
         ({"device": "cuda:3"}, 8, 1),
         ({"target_placement": "device_map"}, 8, 1),
+        ({"target_placement": "device_map", "ranks": 8}, 8, 1),
         ({"target_placement": "vllm"}, 8, 1),
         ({"target_placement": "zero3"}, 8, 8),
     ],

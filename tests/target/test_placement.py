@@ -222,7 +222,8 @@ def test_auto_takes_the_first_place_with_room_and_says_why(
     alone = choose_placement("auto", config, torch.float32, ALONE)
     assert alone.kind == "device_map"
     assert "may take 70%; spread over" in alone.reason
-    together = placing._choose(config, torch.float32, replace(ALONE, world_size=4))
+    settings = load_model_config(config)
+    together = placing.placement_of("auto", config, settings, size, size, 4)
     assert together.kind == "zero3"
     assert together.reason.endswith("partitioned over 4 ranks")
     for asked in ("device", "device_map", "zero3"):

@@ -45,7 +45,7 @@ from drafttrain.evaluation.record import require_same, settings_of
 from drafttrain.evaluation.tune_choice import CHAIN, TUNED, Chosen, read_tuned
 from drafttrain.report.curves import target_lines, training_curves
 from drafttrain.report.pairs import BEFORE
-from drafttrain.report.phrases import tuned_statement
+from drafttrain.report.phrases import memory, tuned_statement
 from drafttrain.report.results import TimingInfo, TrainingCurves
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
 from drafttrain.runtime.lock import hold, require_free
@@ -54,6 +54,7 @@ from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import METRICS_FILE, read_metrics
 from drafttrain.runtime.untrusted_input import UntrustedError, shown
 from drafttrain.target.model import Target
+from drafttrain.target.placement import room_for
 from drafttrain.target.pretrained.inflate import count_parameters
 from drafttrain.target.pretrained.size import parameters
 from drafttrain.training.checkpoint import NAME
@@ -220,7 +221,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         console.print(line)
     exact = target
     if not tunes and settings.lossless_prompts and choice.dtype != torch.float32:
-        exact = load_alone(model, config.hardware, torch.float32, device)
+        exact = in_float32(config, target, tell)
         change_target(exact, given)
     timing: dict[str, Any] = {
         "dtype": dtype_name(choice.dtype),
@@ -267,6 +268,23 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         notes=notes,
         training=training,
     )
+
+
+def in_float32(config: EvaluateConfig, target: Target, tell: Callable[[str], object]) -> Target:
+    """Return a float32 copy of a target where one fits beside it, else the target itself.
+
+    On GPUs alone: layers on the host are too slow for some hundred passes.
+    """
+    size, room = 4 * target.num_parameters, room_for(config.model, target.device)
+    if size <= room:
+        return load_alone(config.model, config.hardware, torch.float32, target.device)
+    dtype = dtype_name(target.dtype)
+    tell(
+        f"losslessness is checked in {dtype}, where outputs may differ by choices within twice its "
+        f"rounding noise: a float32 copy of the target takes {memory(size)} more, and there is "
+        f"room for {memory(room)}; eval.lossless_prompts=0 skips the check"
+    )
+    return target
 
 
 def trained(folder: Path, checkpoint: Path | None) -> tuple[TrainingCurves | None, list[str]]:

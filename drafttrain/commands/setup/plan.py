@@ -1,17 +1,19 @@
 """From a configuration to a plan: which accelerator, how many ranks, which share of the peak."""
 
 import os
+import re
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import median
 
 import torch
 import yaml
 
-from drafttrain.config.compose import load_choice, recorded
-from drafttrain.config.groups import choices, conf_dir
-from drafttrain.config.overrides import UsageError
+from drafttrain.config.compose import compose, load_choice, recorded, typed
+from drafttrain.config.groups import choices, conf_dir, follow_up, told_target
+from drafttrain.config.overrides import UsageError, spelled
 from drafttrain.config.sections import PlanConfig, TrainConfig
 from drafttrain.data.conversations import HubConfig, JsonlConfig, SelfgenConfig
 from drafttrain.plan.accelerator import Accelerator, accelerator, matching, processor
@@ -28,15 +30,17 @@ from drafttrain.plan.units import GIB
 from drafttrain.report.card import read_run
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.hardware import choose_train_dtype, dtype_name
+from drafttrain.runtime.ranks import ALONE, Ranks
 from drafttrain.runtime.run_folder import PROVENANCE
 from drafttrain.runtime.tracker import METRICS_FILE, SPEED, read_metrics
 from drafttrain.runtime.untrusted_input import read_typed, shown
-from drafttrain.target.placement import can_be_spread, too_large
+from drafttrain.target.placement import TARGET_SHARE, Placement, free_bytes, placement_of
 from drafttrain.target.store.config import StoredFeaturesConfig
 
 SETTLING = 2  # first lines of metrics, left out: the run still compiles and fills caches
 FASTEST = 1e12  # tokens per second: no machine reaches it, so a file that has more is wrong
 GUESS = "a guess, until plan.measured names a run"
+PLAIN_TEXT = re.compile(r"[A-Za-z/~.][\w/~.-]*")  # which the command line takes without quotes
 MEASURE_S, GLANCE_S = 0.15, 0.02  # seconds to time products on a CPU, and as long for memory
 
 
@@ -78,22 +82,54 @@ def with_measured_acceptance(settings: PlanSettings) -> tuple[PlanSettings, str]
     return settings, ""
 
 
-def foresee(config: TrainConfig) -> list[str]:
-    """Return the plan's short form for `train`, and refuse what cannot fit on this machine."""
-    settings, hardware = default_settings(), config.hardware
-    chip = accelerator_of(hardware, GLANCE_S, here=True)
+def foresee(config: TrainConfig, ranks: Ranks = ALONE) -> tuple[list[str], Placement | None]:
+    """Return the plan's short form for `train`, and where the run is to put the target.
+
+    ValueError for what cannot fit on this machine. None where the target cannot be planned. Rank 0
+    plans for all, with the free memory of the fullest device.
+    """
+    free = min(ranks.gather_objects(free_bytes(ranks.device)))
+    found = ranks.broadcast_object(ranks.on_rank_0(lambda: _foreseen(config, free)))
+    return found[0], found[1] and Placement(**found[1])
+
+
+def _foreseen(config: TrainConfig, free: int) -> tuple[list[str], dict[str, str] | None]:
+    hardware, own, features = config.hardware, Sharding.of(config.deepspeed), config.features
+    chip = accelerator_of(hardware, GLANCE_S, free)
     try:
-        job = job_of(config, settings, chip)
+        job = job_of(config, default_settings(), chip, free)
     except UnknownCostError as error:  # no reason to refuse
-        return [f"plan: none, {error}"]
-    own, placement = Sharding.of(config.deepspeed), hardware.target_placement
-    features = config.features
+        return [f"plan: none, {error}"], None
+    placement, more = hardware.target_placement, plan_command(config)
     stored = isinstance(features, StoredFeaturesConfig)
     if isinstance(features, StoredFeaturesConfig) and not features.validate:
         placement = "stored"  # no target is loaded
     if hardware.check_fit:
-        refuse_unless_fitting(job, own, placement)
-    return short_form(job, cost(job, place(job, own, placement), stored))
+        # Without a GPU, the plan of a machine that has some says more than that of this one.
+        elsewhere = plan_command(config, "h100x8") if chip.is_cpu else more
+        refuse_unless_fitting(job, own, placement, elsewhere)
+    lines = short_form(job, cost(job, place(job, own, placement), stored), more)
+    return lines, vars(job.placement)
+
+
+def plan_command(config: TrainConfig, hardware: str | None = None) -> str:
+    """Return the command that plans a run with all its settings; hardware: another's instead."""
+    words = told_target(config.model)
+    known = {field.name for field in fields(PlanConfig)} - {"plan"}
+    if hardware is not None:
+        words, known = [*words, f"hardware={hardware}"], known - {"hardware"}
+    for whole in (True, False):  # choices first: they change what other keys are by default
+        usual = typed(compose("plan", words), PlanConfig)
+        for section in sorted(known):
+            theirs, name = getattr(usual, section), getattr(config, section).name
+            if whole and name != theirs.name and name in choices(section):
+                words.append(f"{section}={name}")
+            elif not whole and section != "model":
+                for key, value in vars(getattr(config, section)).items():
+                    if value != getattr(theirs, key, value) and key != "name":
+                        plain = isinstance(value, str) and PLAIN_TEXT.fullmatch(value)
+                        words.append(f"{section}.{key}={value if plain else spelled(value)}")
+    return follow_up("plan", *words)
 
 
 def default_settings() -> PlanSettings:
@@ -101,9 +137,15 @@ def default_settings() -> PlanSettings:
     return PlanSettings(**yaml.safe_load((conf_dir() / "plan.yaml").read_text())["plan"])
 
 
-def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accelerator) -> Job:
+def job_of(
+    config: PlanConfig | TrainConfig,
+    settings: PlanSettings,
+    chip: Accelerator,
+    free: float | None = None,
+) -> Job:
     """Return what is planned, with target and drafter counted.
 
+    free: bytes that a rank of this very run has for the target; None: no run is started.
     ValueError for a drafter that has nothing to train; UnknownCostError where the target's
     architecture, or the number of steps, is not known before anything is loaded.
     """
@@ -114,6 +156,9 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         )
     model, hardware, data, trainer = config.model, config.hardware, config.data, config.trainer
     ranks, ranks_here = ranks_of(hardware, chip)
+    gpus = ranks if free is None else torch.cuda.device_count()
+    if free is not None and "WORLD_SIZE" not in os.environ:
+        ranks = ranks_here = 1
     dtype = dtype_name(choose_train_dtype(hardware, torch.device("cpu")))
     if hardware.train_dtype == "auto" and not chip.is_cpu:
         dtype = "bfloat16"
@@ -149,9 +194,11 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         engine_bytes = max(engine.memory * chip.memory, target_bytes / engine.tensor_parallel)
     if chip.is_cpu:
         engine_bytes = target_bytes + engine.cpu_cache * GIB
-    # One accelerator alone is planned as if it had to hold the target, and then does not fit: the
-    # host and the disk, where the rest would go, are far slower than what is calculated with.
-    spread = ranks > 1 and can_be_spread(model)
+    share = chip.memory / (ranks_here if chip.is_cpu else 1) if free is None else free
+    asked = hardware.target_placement
+    placement = placement_of(asked, model, settings_of(model), target_bytes, share, ranks)
+    # Where a device map is asked for, plain python starts one process.
+    alone = placement.kind != "device_map" or (asked == "device_map" and free is None)
     return Job(
         target=model.label,
         drafter=config.drafter.name,
@@ -163,7 +210,10 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         max_steps=trainer.max_steps,
         data_tokens=None if conversations is None else conversations * length,
         target_bytes=target_bytes,
-        too_large=too_large(model, settings_of(model), ranks) if spread else "device",
+        placement=placement,
+        gpus=1 if chip.is_cpu else max(1, gpus),
+        maps=1 if alone else ranks,
+        host_room=TARGET_SHARE * free_bytes(torch.device("cpu")) if free else inf,
         engine_bytes=engine_bytes,
         price_per_hour=chip.price_per_hour if price is None else price,
     )
@@ -178,14 +228,17 @@ def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> tuple[int, int]:
         return each * max(1, launched // max(1, here)), each
     if launched:
         return launched, here
-    found = 1 if chip.is_cpu else max(1, torch.cuda.device_count())
+    one = chip.is_cpu or ":" in hardware.device  # as in cuda:1
+    found = 1 if one else max(1, torch.cuda.device_count())
     return found, found
 
 
-def accelerator_of(hardware: HardwareConfig, measure_s: float, here: bool = False) -> Accelerator:
+def accelerator_of(
+    hardware: HardwareConfig, measure_s: float, free: float | None = None
+) -> Accelerator:
     """Return what hardware.accelerator names, or what this machine has for hardware.device.
 
-    here: the run is about to start on this machine, so its real memory counts.
+    free: the run is about to start on this machine, whose GPUs have so many bytes left.
     """
     name, device = hardware.accelerator, hardware.device
     gpu = device != "cpu" and torch.cuda.is_available()
@@ -194,7 +247,7 @@ def accelerator_of(hardware: HardwareConfig, measure_s: float, here: bool = Fals
             f"hardware.accelerator must be one of {', '.join(sorted(choices('accelerator')))}, "
             f"or null to detect it, got {name}"
         )
-    if here and not gpu:
+    if free is not None and not gpu:
         name = "cpu"
     if name is None and device.startswith("cuda") and not gpu:
         raise ValueError(
@@ -215,7 +268,9 @@ def accelerator_of(hardware: HardwareConfig, measure_s: float, here: bool = Fals
         if known is None:
             how += f"; not in conf/accelerator: peaks of {config.name} are assumed"
         found = accelerator(config, how)
-    if gpu and (here or name is None):
+    if gpu and free is not None:
+        return replace(found, memory=float(free))
+    if gpu and name is None:
         found = replace(found, memory=float(torch.cuda.get_device_properties(place).total_memory))
     return found
 

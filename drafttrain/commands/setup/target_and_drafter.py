@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.shared.inflation import inflate_drafter
 from drafttrain.drafters.shared.members import JoinedConfig
 from drafttrain.formats.read.admit import AdmittedConfig, admit
+from drafttrain.report.phrases import memory
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.hardware import DecodeChoice, choose_decoding, dtype_name
 from drafttrain.runtime.lock import alone, holder_of
@@ -36,10 +37,17 @@ from drafttrain.runtime.untrusted_input import UntrustedError, read_typed, shown
 from drafttrain.target.answers.selfgen import selfgen
 from drafttrain.target.describe import describe
 from drafttrain.target.model import Target
-from drafttrain.target.placement import choose_placement, load_placed
+from drafttrain.target.placement import (
+    Placement,
+    can_be_spread,
+    choose_placement,
+    load_placed,
+    room_for,
+)
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.inflate import count_parameters
 from drafttrain.target.pretrained.models import load_model_config, load_tokenizer
+from drafttrain.target.pretrained.shards import weight_bytes
 from drafttrain.target.pretrained.size import parameters
 from drafttrain.target.served import ServedTarget, open_served
 from drafttrain.target.store.config import StoredFeaturesConfig
@@ -115,15 +123,20 @@ def refuse_selfgen(config: DataConfig) -> None:
 
 
 def open_features(
-    config: TrainConfig, fresh: bool, dtype: torch.dtype, ranks: Ranks
+    config: TrainConfig,
+    fresh: bool,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    planned: Placement | None,
 ) -> tuple[StoredTarget | None, Target | None]:
     """Return the store of features, if they are stored, and the target, if it is to be loaded.
 
     Raises ValueError, before the target is loaded, where the store is of another target or cannot
-    train the drafter. fresh: whether the drafter has no weights yet.
+    train the drafter. fresh: whether the drafter has no weights yet. planned: where the target
+    goes; None chooses it by its files.
     """
     features, model, drafter = config.features, config.model, config.drafter
-    placement = config.hardware.target_placement
+    placement = planned or config.hardware.target_placement
     if not isinstance(features, StoredFeaturesConfig):
         return None, load_on_ranks(model, dtype, ranks, placement)
     assert features.dir is not None
@@ -149,9 +162,13 @@ def open_features(
     return store, target
 
 
-def load_on_ranks(model: ModelConfig, dtype: torch.dtype, ranks: Ranks, placement: str) -> Target:
-    """Return the target for a command of several ranks, placed as asked or where it fits."""
-    return load_placed(model, dtype, ranks, choose_placement(placement, model, dtype, ranks))
+def load_on_ranks(
+    model: ModelConfig, dtype: torch.dtype, ranks: Ranks, placement: str | Placement
+) -> Target:
+    """Return the target for a command of several ranks, placed as planned, or by what is asked."""
+    if isinstance(placement, str):
+        placement = choose_placement(placement, model, dtype, ranks)
+    return load_placed(model, dtype, ranks, placement)
 
 
 def shape_of(config: DrafterConfig, spec: TargetSpec) -> Drafter:
@@ -427,6 +444,12 @@ def load_target_to_decode(
             target.step(cache, context)
         return run
 
+    if hardware.dtype == "auto" and device.type == "cpu" and can_be_spread(model):
+        # Both dtypes are in memory while they are compared.
+        size, room = weight_bytes(model, torch.bfloat16), room_for(model, device)
+        if 3 * size > room:
+            hardware = replace(hardware, dtype="bfloat16")
+            console.print(f"decoding in bfloat16: float32 beside it would take {memory(3 * size)}")
     with working("choosing the dtype to decode in"):
         choice = choose_decoding(hardware, device, pass_of)
     target = target_in(choice.dtype)

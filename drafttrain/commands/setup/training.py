@@ -27,6 +27,7 @@ from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import Tell
 from drafttrain.target.model import Target
+from drafttrain.target.placement import Placement
 from drafttrain.target.pretrained.inflate import count_parameters
 from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.target.store.features import StoredTarget
@@ -59,11 +60,17 @@ class Material:
 
 
 def gather(
-    config: TrainConfig, fresh: bool, dtype: torch.dtype, ranks: Ranks, say: Tell
+    config: TrainConfig,
+    fresh: bool,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    placement: Placement | None,
+    say: Tell,
 ) -> Material:
     """Load the target, or open the store of its features, and read the conversations.
 
-    fresh: whether the drafter has no weights yet. ValueError for whatever does not fit.
+    fresh: whether the drafter has no weights yet. placement: of the target, as planned; None
+    chooses it by its files. ValueError for whatever does not fit.
     """
     online = not isinstance(config.features, StoredFeaturesConfig)
     if online and isinstance(config.data, SelfgenConfig):  # known before the target writes them
@@ -72,7 +79,7 @@ def gather(
         check_engine(config, ranks)
     ready = read_samples(config.data, config.model, ranks) if online else None
     started = time.monotonic()
-    store, target = open_features(config, fresh, dtype, ranks)
+    store, target = open_features(config, fresh, dtype, ranks, placement)
     if target is not None:
         say(describe_target(target, started))
     if store is not None:

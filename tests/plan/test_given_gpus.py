@@ -1,0 +1,139 @@
+"""What `train model=llama70b drafter=eagle` meets on GPUs that are given as facts, not there."""
+
+import shlex
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from drafttrain.commands.setup import plan as planning
+from drafttrain.commands.setup.plan import foresee
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.sections import TrainConfig
+from drafttrain.runtime.ranks import ALONE
+from drafttrain.target import placement as placing
+from drafttrain.target.placement import Placement
+
+GIB = 2**30
+HEADLINE = ("model=llama70b", "drafter=eagle")
+
+
+def given(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    host: int = 512,
+    memory: float = 79.1,
+    ranks: int = 0,
+) -> None:
+    """Let this machine have GPUs, and GiB of free memory on each of them and on the host."""
+    free = {"cuda": int(memory * GIB), "cpu": host * GIB}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda _: SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=int(79.2 * GIB)),
+    )
+    for module in (placing, planning):
+        monkeypatch.setattr(module, "free_bytes", lambda device: free[torch.device(device).type])
+    if ranks:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+
+
+def configured(*overrides: str) -> TrainConfig:
+    return typed(compose("train", [*HEADLINE, *overrides]), TrainConfig)
+
+
+def planned(*overrides: str, device: str = "cuda") -> tuple[list[str], Placement]:
+    """What `train` foresees on rank 0, whose device is a given one."""
+    config = configured("hardware.micro_batch=2", *overrides)
+    lines, placement = foresee(config, replace(ALONE, device=torch.device(device)))
+    assert placement is not None
+    return lines, placement
+
+
+def test_eight_gpus_hold_it_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, 8, ranks=8)
+    lines, placement = planned()
+    assert placement.kind == "zero3"
+    assert "8 ranks, target sharded (zero3)" in " ".join(lines)
+
+
+def test_two_gpus_cannot_hold_it_and_are_refused_before_anything_is_downloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given(monkeypatch, 2, ranks=2)
+    with pytest.raises(ValueError, match=r"at least 93\.3 GiB where each h100 has 79\.1") as error:
+        planned()
+    assert "hardware.target_placement=device_map fits, in one process" in str(error.value)
+    given(monkeypatch, 2, host=20, ranks=2)
+    with pytest.raises(ValueError, match=r"at least 93\.3 GiB") as error:
+        planned()
+    assert "device_map" not in str(error.value), "20 GiB of host cannot take the other layers"
+
+
+def test_one_gpu_is_told_the_device_map_that_the_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, 1)
+    lines, placement = planned()
+    assert placement.kind == "device_map"
+    told = " ".join(lines)
+    assert "target by device map, 76.0 GiB of it on the host" in told
+    assert "whole" not in told
+    given(monkeypatch, 1, host=64)
+    with pytest.raises(
+        ValueError, match=r"76\.0 GiB of model=llama70b fit on no accelerator"
+    ) as error:
+        planned()
+    assert "the host has room for 44.8 GiB" in str(error.value)
+    assert planned("hardware.target_placement=device_map")[1].kind == "device_map", (
+        "who asks for it may use the disk"
+    )
+
+
+def test_what_another_process_holds_of_a_gpu_is_not_planned_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given(monkeypatch, 1)
+    assert planned("model=llama8b")[1].kind == "device"
+    given(monkeypatch, 1, memory=20)
+    with pytest.raises(ValueError, match=r"where each h100 has 20\.0 GiB"):
+        planned("model=llama8b")
+
+
+def test_the_plan_that_is_printed_is_the_placement_that_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from drafttrain.commands.setup import target_and_drafter as setup
+
+    given(monkeypatch, 1)
+    _, placement = planned()
+    taken = []
+    monkeypatch.setattr(setup, "load_placed", lambda *found: taken.append(found[-1]))
+    setup.open_features(configured(), True, torch.bfloat16, ALONE, placement)
+    assert taken == [placement]
+
+
+def test_the_pointer_plans_this_very_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, 8, ranks=8)
+    changed = ("trainer.max_steps=500", "drafter.unroll=2", "data.template_kwargs={a: 1}")
+    config = configured("hardware.micro_batch=2", *changed)
+    lines, _ = planned(*changed)
+    pointer = lines[-1].split("more: ")[1]
+    words = pointer.split("drafttrain plan ")[1]
+    words = shlex.split(words)
+    assert {"model=llama70b", "drafter=eagle", "hardware.micro_batch=2"} <= set(words)
+    again = typed(compose("plan", words), planning.PlanConfig)
+    for section in ("model", "data", "drafter", "trainer", "hardware", "deepspeed", "vllm"):
+        assert getattr(again, section) == getattr(config, section), section
+
+
+def test_without_a_gpu_the_refusal_names_the_plan_of_a_machine_that_has_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given(monkeypatch, 0, host=20)
+    command = r"`python -m drafttrain plan model=llama70b hardware=h100x8 drafter=eagle`"
+    with pytest.raises(ValueError, match=command):
+        planned(device="cpu")
