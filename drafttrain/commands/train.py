@@ -116,6 +116,8 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         say(f"trainer={config.trainer.name} chose {_sizes(config.trainer)}")
         check_resumed(config)
     trainer = config.trainer
+    if note := trainer.warm_up_note():
+        say(note)
     engine = build_engine(
         drafter,
         config.deepspeed,

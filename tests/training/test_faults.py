@@ -521,3 +521,9 @@ def test_a_damaged_checkpoint_is_skipped_only_if_the_user_says_so(
     assert f"skipped because of run.skip_damaged=true: {weights} must match its rec" in captured
     assert f"resuming from {run}/checkpoints/step-00000" in captured
     compare(place / "alone", run)
+
+
+def test_a_run_shorter_than_its_warm_up_says_which_rate_it_reaches(place: Path) -> None:
+    log = (place / "alone" / "train.log").read_text()
+    said = "trainer.warmup_steps=20 are more than trainer.max_steps=9: the learning rate reaches 0."
+    assert log.count(said) == 1
