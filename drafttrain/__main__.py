@@ -17,10 +17,12 @@ from drafttrain.config.compose import check_choice, compose, defaults_of, printe
 from drafttrain.config.groups import choices, command_groups, own_choices
 from drafttrain.config.overrides import UsageError
 from drafttrain.config.sections import COMMANDS
-from drafttrain.runtime.disk import OF_THE_MACHINE, MachineError, append_text, reason
+from drafttrain.runtime.disk import OF_THE_MACHINE, MachineError, append_text, errno_of, reason
 from drafttrain.runtime.rank_process import (
     TOGETHER,
+    Output,
     end,
+    guarded_output,
     is_consequence,
     is_ours,
     leave_word,
@@ -36,6 +38,7 @@ from drafttrain.runtime.untrusted_input import did_you_mean, escaped, shown
 DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
 # The section that names the folder, where it is not `run`.
 PLACES = {"compare": "compare", "capture": "store", "regenerate": "regenerate", "plan": "plan"}
+PRINTED = ("plan", "generate", "chat")  # commands whose result is what they print
 # What to say after "interrupted", where nothing more is known.
 RESUMES = {
     "train": "; the same command with run.resume=true resumes",
@@ -78,10 +81,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     1: a failure of the machine, a place held by another process, or an unexpected error. 130:
     Ctrl-C. 143: a scheduler's signal, after the progress was saved.
     """
+    with guarded_output() as output:
+        status = _run(list(sys.argv[1:] if argv is None else argv), output)
+        try:
+            output.flush()
+        except (BrokenPipeError, MachineError) as error:
+            if isinstance(error, MachineError):
+                say_error(f"error: {error}")
+            status = 1
+    return status
+
+
+def _run(arguments: list[str], output: Output) -> int:
     # Torch reads it when it loads. Shapes vary from step to step: segments that grow leave no gaps
     # between blocks of many sizes.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    arguments = list(sys.argv[1:] if argv is None else argv)
     folder = command = None
     composed = False
     try:
@@ -95,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(__version__ if request.version else _help(request))
                 return 0
             command = request.command
+            output.is_progress = request.multirun
             if request.multirun:
                 return _multirun(request)
             if request.show_defaults:
@@ -111,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             place = getattr(loaded, PLACES.get(command, "run"))
             folder, composed = Path(place.dir) if place.dir else None, True
+            output.is_progress = command not in PRINTED
             if command in TOGETHER:
                 from drafttrain.runtime.launch import launch
 
@@ -231,8 +247,9 @@ def _explain(error: Exception, folder: Path | None, arguments: list[str]) -> str
     text = escaped(" ".join(str(error).split()))
     if _foreseen(error):
         return text
-    if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
-        return f"{escaped(str(error.filename or folder))}: {reason(error, folder or Path())}"
+    if errno_of(error) in OF_THE_MACHINE:
+        where = getattr(error, "filename", None) or folder
+        return f"{escaped(str(where))}: {reason(error, folder or Path())}"
     # The driver's own refusal, with a few megabytes left, is an error like any other of a GPU.
     refused = type(error).__name__ == "AcceleratorError" and "out of memory" in text
     if refused or type(error).__name__ == "OutOfMemoryError":

@@ -5,6 +5,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from drafttrain import __version__
 from drafttrain.commands.setup.store_contents import asked_by
 from drafttrain.commands.setup.target_and_drafter import (
@@ -23,9 +25,9 @@ from drafttrain.config.groups import follow_up, told_target
 from drafttrain.config.sections import CaptureConfig
 from drafttrain.data.template import template_fingerprint
 from drafttrain.runtime.disk import require_writable
-from drafttrain.runtime.hardware import choose_device, choose_train_dtype
+from drafttrain.runtime.hardware import choose_device, choose_train_dtype, dtype_name
 from drafttrain.runtime.ranks import Ranks, join_ranks
-from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, provenance
+from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, common_to_ranks, provenance
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
@@ -35,16 +37,21 @@ from drafttrain.target.store.capture import capture as write_store
 
 def capture(config: CaptureConfig) -> None:
     """Write the features that drafters read to store.dir, once; resume where a capture stopped."""
-    ranks = join_ranks(choose_device(config.hardware))
-    ranks = replace(ranks, goes_on="the same command resumes where it stopped")
     stop = StopRequest(": what is stored stays, and the same command resumes where it stopped")
-    with stop.listening(), ranks.naming_a_loss():
-        capture_until(stop, ranks, config)
+    with stop.listening():
+        with stop.at_once():
+            ranks = join_ranks(choose_device(config.hardware))
+            ranks = replace(ranks, goes_on="the same command resumes where it stopped")
+            dtype = choose_train_dtype(config.hardware, ranks.device)
+            ranks.require_equal(common_to_ranks("capture", config, dtype_name(dtype)))
+        with ranks.naming_a_loss():
+            capture_until(stop, ranks, config, dtype)
 
 
-def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> None:
+def capture_until(
+    stop: StopRequest, ranks: Ranks, config: CaptureConfig, dtype: torch.dtype
+) -> None:
     """Write the missing part of the store, until it is complete or a scheduler asks to stop."""
-    dtype = choose_train_dtype(config.hardware, ranks.device)
 
     def say(line: str) -> None:
         if ranks.is_main:

@@ -15,7 +15,7 @@ from drafttrain.config.sweep import Sweep, listed, several, sweep_of
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.journal import read_records, replace_records
 from drafttrain.runtime.lock import hold
-from drafttrain.runtime.rank_process import say_error
+from drafttrain.runtime.rank_process import SWEEP, say_error
 from drafttrain.runtime.signals import Stopped, answered_by
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.untrusted_input import escaped
@@ -133,6 +133,7 @@ def _run(words: Sequence[str], log: Path) -> tuple[int, signal.Signals | None, s
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            env={**os.environ, SWEEP: str(os.getpid())},  # it ends with this process
             process_group=0,
         )
         while process.poll() is None:

@@ -25,6 +25,7 @@ from drafttrain.runtime.hardware import (
     choose_compiler,
     choose_device,
     choose_train_dtype,
+    dtype_name,
 )
 from drafttrain.runtime.lock import require_free
 from drafttrain.runtime.ranks import LostRankError, join_ranks
@@ -34,6 +35,7 @@ from drafttrain.runtime.run_folder import (
     PROVENANCE,
     append_log,
     check_run_folder,
+    common_to_ranks,
     provenance,
     write_config,
 )
@@ -84,10 +86,11 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         )
     with stop.at_once():
         ranks = join_ranks(choose_device(config.hardware))
+        dtype = choose_train_dtype(config.hardware, ranks.device)
+        ranks.require_equal(common_to_ranks("train", config, dtype_name(dtype)))
     held.enter_context(ranks.holding(folder, "run.dir", "train", console.print))
     check_run_folder(config)  # once more: another run may have ended there meanwhile
     changes = check_resumed(config)
-    dtype = choose_train_dtype(config.hardware, ranks.device)
     compiler = choose_compiler(config.hardware, ranks.device)
     if compiler:
         config.deepspeed.check_compiled()
@@ -114,6 +117,8 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         say(f"trainer={config.trainer.name} chose {_sizes(config.trainer)}")
         check_resumed(config)
     trainer = config.trainer
+    if note := trainer.warm_up_note():
+        say(note)
     engine = build_engine(
         drafter,
         config.deepspeed,

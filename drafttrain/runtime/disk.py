@@ -4,6 +4,7 @@ import errno
 import hashlib
 import mmap
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -26,12 +27,24 @@ class DiskError(MachineError):
     """A file could not be written; the message says which, why, and what to do."""
 
 
+def errno_of(error: BaseException) -> int | None:
+    """Return the operating system's number of an error, which libraries in Rust tell in words."""
+    number = getattr(error, "errno", None)
+    if number is None and (told := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(told[1])
+    if number is None and "No space left" in str(error):
+        number = errno.ENOSPC
+    if number is None and isinstance(error, DiskError) and error.__cause__ is not None:
+        number = errno_of(error.__cause__)
+    return number
+
+
 def reason(error: Exception, place: Path) -> str:
     """Return why a file at or below `place` could not be written, for a user."""
-    number = getattr(error, "errno", None)
+    number = errno_of(error)
     if number == errno.ELOOP:
         return "it is a link, which is not followed: remove it, or name another place"
-    if number not in FULL and "No space left" not in str(error):
+    if number not in FULL:
         return getattr(error, "strerror", None) or str(error)
     free = shutil.disk_usage(_existing(place)).free / 1e9
     if number == errno.EDQUOT:
@@ -74,21 +87,22 @@ def writing(path: Path) -> Iterator[None]:
     """Turn an error of the operating system on writing `path` into a DiskError."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        if not isinstance(error, OSError) and errno_of(error) not in OF_THE_MACHINE:
+            raise
         raise DiskError(f"{path} could not be written: {reason(error, path)}") from error
 
 
 @contextmanager
 def written(folder: Path, key: str) -> Iterator[None]:
-    """Turn an error of the operating system, or of safetensors, on writing into a DiskError.
+    """Turn an error of the operating system on writing into a DiskError.
 
     It names the folder that the user gave as `key`, not the temporary one that is written first.
     """
     try:
         yield
     except Exception as error:
-        known = isinstance(error, OSError) and error.errno in OF_THE_MACHINE
-        if not known and "No space left" not in str(error):
+        if errno_of(error) not in OF_THE_MACHINE:
             raise
         raise DiskError(f"{key}={folder} could not be written: {reason(error, folder)}") from error
 

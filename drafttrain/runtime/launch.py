@@ -27,6 +27,7 @@ from drafttrain.runtime.disk import no_link
 from drafttrain.runtime.hardware import num_cores
 from drafttrain.runtime.rank_process import LAUNCHER, STORE, say_error
 from drafttrain.runtime.run_folder import MANIFEST, has_checkpoints
+from drafttrain.runtime.signals import SIGNALS, answered
 from drafttrain.runtime.terminal import console
 
 # Time to save for ranks that were asked to end (SIGTERM); torch's own variable overrides it.
@@ -34,8 +35,6 @@ GRACE_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"))
 # Time for the other ranks to end when one has died: a collective over NCCL would wait for long.
 LOST_S = 3.0
 ENDED_ON_REQUEST = {128 + signal.SIGTERM, 128 + signal.SIGINT}  # exit codes; not a failure
-# SLURM's --signal often sends the last one; torch's agent learns of it by a variable.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 QUOTED = 300  # characters of a dead rank's last line
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -109,7 +108,7 @@ def start(arguments: Sequence[str], count: int, threads: int, folder: Path) -> i
         # Ranks of one machine listen to nobody outside it, whatever a cluster's shell sets.
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         "NCCL_SOCKET_IFNAME": LOOPBACK,
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in answered()),
         # Set before any library reads it: else each rank would take every core.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }

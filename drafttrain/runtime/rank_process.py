@@ -9,14 +9,16 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TextIO
 
-from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.disk import MachineError, write_whole
 
 TOGETHER = ("train", "capture")  # commands that several ranks run; any other is one process
 LAUNCHER = "DRAFTTRAIN_LAUNCHER"  # in the ranks that `launch` started: the pid of their launcher
+SWEEP = "DRAFTTRAIN_SWEEP"  # in a job of a sweep, until it has read it: the pid of its sweep
 STORE = "DRAFTTRAIN_STORE"  # the file at which these ranks meet, in a folder that is the user's own
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launcher looks for a rank's last words
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl(2)
@@ -84,7 +86,7 @@ def is_ours() -> bool:
 
 
 def settle() -> None:
-    """Adopt a launcher's variables, let only rank 0 print, and end when our launcher does."""
+    """Adopt a launcher's variables, let only rank 0 print, and end with our launcher or sweep."""
     os.environ.update(adopt(os.environ))
     if rank() > 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries' C++ code bypasses sys.stdout
@@ -93,10 +95,12 @@ def settle() -> None:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             warnings.simplefilter("ignore")
             logging.disable(logging.WARNING)
-    if is_ours() and sys.platform == "linux":
-        # A launcher killed by -9 cannot end its ranks; the kernel signals them, and they may save.
+    parent = os.environ.pop(SWEEP, os.environ[LAUNCHER] if is_ours() else None)
+    if parent is not None and sys.platform == "linux":
+        # A launcher or a sweep that is killed by -9 cannot end its ranks or its job: the kernel
+        # signals them, and they may save.
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-        if not is_ours():  # it died before we asked
+        if parent != str(os.getppid()):  # it died before we asked
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -136,6 +140,53 @@ def speaks_first() -> bool:
     return True
 
 
+class Output:
+    """Standard output or error. If it cannot be written, a command that shows progress goes on.
+
+    That is said once, on standard error. A command whose result is printed ends with an error.
+    """
+
+    def __init__(self, stream: TextIO | None, name: str, is_progress: bool) -> None:
+        self.stream, self.name, self.is_progress = stream, name, is_progress
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda stream: stream.flush())
+
+    def _try(self, call: Callable[[TextIO], Any]) -> None:
+        try:
+            if self.stream is not None:  # the shell has closed it
+                call(self.stream)
+        except OSError as error:
+            problem = f"{self.name} could not be written ({error.strerror})"
+            if not self.is_progress:
+                if isinstance(error, BrokenPipeError):
+                    raise
+                raise MachineError(problem) from error
+            if not self.failed:
+                self.failed = True
+                say_error(f"{problem}; the command goes on without its lines")
+
+
+@contextmanager
+def guarded_output() -> Iterator[Output]:
+    """Replace sys.stdout and sys.stderr by `Output` while this is open, and yield the first."""
+    before = sys.stdout, sys.stderr
+    output = Output(sys.stdout, "standard output", is_progress=False)
+    sys.stdout, sys.stderr = output, Output(sys.stderr, "standard error", is_progress=True)
+    try:
+        yield output
+    finally:
+        sys.stdout, sys.stderr = before
+
+
 def say_error(text: str) -> None:
     """Print a line for the user on stderr."""
     print(text, file=sys.stderr, flush=True)
@@ -143,8 +194,11 @@ def say_error(text: str) -> None:
 
 def end(code: int) -> None:
     """End this process; a rank that failed does not wait for the others in its clean-up."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:  # said already; Python would flush again, and fail
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if code and os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(code)
     sys.exit(code)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drafttrain.runtime.lock import HeldError, attend, hold
 from drafttrain.runtime.rank_process import STORE, is_ours
+from drafttrain.runtime.untrusted_input import shown
 
 # A collective of the training step: every rank is busy with the same work, so none is this late.
 STEP_TIMEOUT = timedelta(minutes=10)
@@ -95,6 +96,27 @@ class Ranks:
             content = bytearray(int(size))
         dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), rank, group=self._messages)
         return json.loads(content)
+
+    def require_equal(self, values: dict[str, Any]) -> None:
+        """Raise ValueError on every rank, naming the first of `values` that ranks differ in.
+
+        values: plain JSON by the name that a message calls it by.
+        """
+        if self.world_size == 1:
+            return
+        own = json.loads(json.dumps(values))  # as the others read it: tuples become lists
+        main = self.broadcast_object(own)
+        different = (name for name in main | own if main.get(name) != own.get(name))
+        first = next(different, None)
+        problem = first and [first, shown(main.get(first)), shown(own.get(first))]
+        for rank, found in enumerate(self.gather_objects(problem)):
+            if found:
+                name, on_main, on_rank = found
+                raise ValueError(
+                    f"{name} must be the same on every rank, got {on_main} on rank 0 and "
+                    f"{on_rank} on rank {rank}; start every rank with the same command, the same "
+                    "versions of the packages and the same files"
+                )
 
     def broadcast_tensors(self, tensors: list[Tensor] | None) -> list[Tensor]:
         """Return rank 0's tensors, which lie on the CPU, on every rank; the others give None."""

@@ -58,11 +58,34 @@ def call(*arguments: str) -> str:
 
 def write_config(config: Any, path: Path) -> None:
     """Write the sections of a command such as `TrainConfig`, each with its class."""
+    write_whole(path, yaml.safe_dump(sections_of(config), sort_keys=False, allow_unicode=True))
+
+
+def sections_of(config: Any) -> dict[str, dict[str, Any]]:
+    """Return the sections of a command's configuration as plain data, each with its class."""
     plain = {}
     for name, section in vars(config).items():
         kind = f"{type(section).__module__}.{type(section).__qualname__}"
         plain[name] = {"_target_": kind, **asdict(section)}
-    write_whole(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+    return plain
+
+
+def common_to_ranks(command: str, config: Any, dtype: str) -> dict[str, Any]:
+    """Return what must be the same on every rank, by name: versions, command and settings.
+
+    dtype: of the products in training, which a rank chooses by its device.
+    """
+    return {
+        **{f"the version of {name}": metadata.version(name) for name in ("torch", "transformers")},
+        "the version of drafttrain": drafttrain.__version__,
+        "the command": command,
+        "the dtype of training": dtype,
+        **{
+            f"{name}.{key}": value
+            for name, section in sections_of(config).items()
+            for key, value in section.items()
+        },
+    }
 
 
 def append_log(folder: Path, lines: list[str]) -> None:

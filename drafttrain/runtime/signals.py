@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# The second is Ctrl-C, the last what SLURM's --signal often sends.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# The second is Ctrl-C, the third what SLURM's --signal often sends, the fourth a closed terminal.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 # A scheduler, a launcher and a shell may each pass the same request on: a signal that comes again
 # within this time is an echo.
 ECHO_S = 3.0
@@ -124,13 +124,20 @@ class StopRequest:
             os.write(2, told.encode())
 
 
+def answered() -> list[signal.Signals]:
+    """Return the signals that ask this process to end, without those that nohup has it ignore."""
+    both = signal.SIGHUP, signal.SIGQUIT  # a shell's `cmd &` has the second ignored
+    ignored = [number for number in both if signal.getsignal(number) == signal.SIG_IGN]
+    return [number for number in SIGNALS if number not in ignored]
+
+
 @contextmanager
-def answered_by(answer: Any, numbers: Iterable[signal.Signals] = SIGNALS) -> Iterator[None]:
-    """While this is open, handle these signals with `answer`: a handler or SIG_DFL."""
+def answered_by(answer: Any, numbers: Iterable[signal.Signals] = ()) -> Iterator[None]:
+    """While this is open, handle these signals, else `answered`, with a handler or SIG_DFL."""
     if threading.current_thread() is not threading.main_thread():  # which alone gets signals
         yield
         return
-    before = {number: signal.signal(number, answer) for number in numbers}
+    before = {number: signal.signal(number, answer) for number in numbers or answered()}
     try:
         yield
     finally:

@@ -92,7 +92,9 @@ class TrainerConfig(Settings):
         step = TOKENS_PER_STEP * (trained / TOKENS) ** GROWTH
         step = min(max(2 ** round(math.log2(step)), SMALLEST_STEP), LARGEST_STEP)
         step = own("tokens_per_step", step)
-        steps = own("max_steps", math.ceil(trained / step))
+        an_epoch = max(1, round(num_tokens / step))  # as `Batches` cuts it
+        # Rounded first: 1.1 * 10 is above 11 in binary.
+        steps = own("max_steps", max(1, math.ceil(round(self.epochs * an_epoch, 6))))
         rate *= min(1.0, WIDTH / hidden_size) * min(1.0, (STEPS / steps) ** 0.5)
         return replace(
             self,
@@ -102,6 +104,16 @@ class TrainerConfig(Settings):
             warmup_steps=own("warmup_steps", round(WARM_UP * steps)),
             validate_every=own("validate_every", math.ceil(steps / 2)),
             save_every=own("save_every", math.ceil(steps / 2)),
+        )
+
+    def warm_up_note(self) -> str:
+        """Return a line that says so where the run ends before its warm-up does, else nothing."""
+        if self.warmup_steps <= self.max_steps:
+            return ""
+        return (
+            f"trainer.warmup_steps={self.warmup_steps:,} are more than trainer.max_steps="
+            f"{self.max_steps:,}: the learning rate reaches {self.lr_at(self.max_steps - 1):.2g}, "
+            f"not trainer.lr={self.lr:g}; give fewer, or auto"
         )
 
     def lr_at(self, step: int) -> float:

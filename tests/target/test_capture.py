@@ -298,7 +298,7 @@ def test_a_disk_that_fills_up_is_a_plain_message_and_nothing_is_lost(
 
     folder = tmp_path / "store"
     monkeypatch.setattr(shards, "save_file", fills_up)
-    with pytest.raises(ValueError, match=r"the disk of store\.dir=.* is full .* resumes where"):
+    with pytest.raises(ValueError, match=r"store\.dir=.* the disk is full .* resumes where"):
         write(target, folder)
     monkeypatch.setattr(shards, "save_file", save)
     write(target, folder)

@@ -1,6 +1,7 @@
 """What goes wrong around a training run: it is said in one plain line, and nothing is lost."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lives import compare, curve, settings, write_conversations
+from safetensors import SafetensorError
 from test_write import drafter_of
 from test_write import export as export_drafter
 
@@ -26,11 +28,12 @@ from drafttrain.commands.setup import training as material
 from drafttrain.data.conversations import JsonlConfig, read
 from drafttrain.data.files import file_records
 from drafttrain.report.write import write_texts
-from drafttrain.runtime.disk import DiskError, append_text, write_whole, written
+from drafttrain.runtime.disk import DiskError, append_text, write_whole, writing, written
 from drafttrain.runtime.ranks import LostRankError
 from drafttrain.runtime.run_folder import append_log
-from drafttrain.runtime.signals import ECHO_S, Stopped, StopRequest
+from drafttrain.runtime.signals import ECHO_S, Stopped, StopRequest, answered
 from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker, read_metrics
+from drafttrain.target.store.capture import _disk_full_explained
 from drafttrain.training.checkpoint import Checkpoints, load_state, load_weights, verify
 
 SHORT = ("trainer.max_steps=9", "trainer.validate_every=4")
@@ -87,6 +90,7 @@ def send(number: int) -> Callable[[], None]:
         ("SIGTERM", 143, "stopped by SIGTERM"),
         ("SIGUSR1", 143, "stopped by SIGUSR1"),
         ("SIGINT", 130, "interrupted"),
+        ("SIGHUP", 143, "stopped by SIGHUP"),
     ],
 )
 def test_who_asks_to_stop_gets_a_checkpoint_of_the_step_reached(
@@ -522,3 +526,59 @@ def test_a_damaged_checkpoint_is_skipped_only_if_the_user_says_so(
     assert f"skipped because of run.skip_damaged=true: {weights} must match its rec" in captured
     assert f"resuming from {run}/checkpoints/step-00000" in captured
     compare(place / "alone", run)
+
+
+def test_a_run_shorter_than_its_warm_up_says_which_rate_it_reaches(place: Path) -> None:
+    log = (place / "alone" / "train.log").read_text()
+    said = "trainer.warmup_steps=20 are more than trainer.max_steps=9: the learning rate reaches 0."
+    assert log.count(said) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_closed_terminal_asks_to_stop_unless_it_is_ignored(number: signal.Signals) -> None:
+    stop = StopRequest()
+    with stop.listening(), stop.deferred():
+        os.kill(os.getpid(), number)
+        assert stop.asked
+    handler = signal.signal(number, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopRequest().listening() as stop:
+            assert number not in answered()  # which the launcher of ranks hands to torch
+            os.kill(os.getpid(), number)
+            assert not stop.asked
+    finally:
+        signal.signal(number, handler)
+
+
+def test_a_full_disk_under_the_output_ends_no_training_and_is_said_once(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    run = tmp_path / "run"
+    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    monkeypatch.setattr("sys.stdout", full)
+    assert main(settings(run, place / "data.jsonl", *SHORT)) == 0
+    said = capsys.readouterr().err
+    assert main(["--version"]) == 1
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):
+        full.close()
+    assert said == (
+        "standard output could not be written (No space left on device); the command goes on "
+        "without its lines\n"
+    )
+    assert capsys.readouterr().err == (
+        "error: standard output could not be written (No space left on device)\n"
+    )
+    compare(place / "alone", run)
+
+
+@pytest.mark.parametrize(("number", "said"), [(27, "ulimit -f"), (122, "the quota is used up")])
+def test_what_libraries_in_rust_say_of_the_system_is_understood(
+    number: int, said: str, tmp_path: Path
+) -> None:
+    for guard in (writing(tmp_path / "a"), written(tmp_path, "export.dir")):
+        with pytest.raises(DiskError, match=said), guard:
+            raise SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})")
+    match = rf"store\.dir=.*{said}.* resumes where it stopped"
+    with pytest.raises(DiskError, match=match), _disk_full_explained(tmp_path):
+        raise SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})")

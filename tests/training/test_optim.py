@@ -10,6 +10,8 @@ from paths import ROOT
 from torch import nn
 
 from drafttrain.config.groups import content_of
+from drafttrain.core.types import Sample
+from drafttrain.data.batches import Batches
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.optimizer import parameter_groups
 
@@ -109,7 +111,7 @@ def test_sizes_follow_from_the_data_and_the_width() -> None:
         auto(epochs=2).sized(650_000_000, 4096, 4e-3),
     )
     sizes = [(s.max_steps, s.tokens_per_step, s.lr, s.warmup_steps) for s in (small, large)]
-    assert sizes == [(782, 512, 2.9e-3, 39), (19_837, 65_536, 5.3e-5, 992)]
+    assert sizes == [(781, 512, 2.9e-3, 39), (19_836, 65_536, 5.3e-5, 992)]
     assert small.validate_every == small.save_every == 391
     assert not small.unsized
     assert auto().unsized
@@ -136,3 +138,26 @@ def test_a_size_that_is_given_stays_and_the_others_follow_it() -> None:
 def test_sizes_are_numbers_or_auto(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         auto(**changes)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "an_epoch", "epochs", "steps"),
+    [(420, 1, 1, 1), (420, 1, 3, 3), (100, 1, 3, 3), (420, 1, 2.5, 3), (3_000, 10, 1.1, 11)],
+)
+def test_an_epoch_has_the_steps_that_the_batches_cut_it_into(
+    tokens: int, an_epoch: int, epochs: float, steps: int
+) -> None:
+    trainer = auto(epochs=epochs, tokens_per_step=300)
+    assert trainer.sized(tokens, 384, 4e-3).max_steps == steps
+    sample = Sample(torch.zeros(10, dtype=torch.long), torch.ones(10, dtype=torch.bool), 0)
+    batches = Batches([sample] * (tokens // 10), 300, 4, seed=0)
+    assert len(batches.steps) == an_epoch
+
+
+def test_a_warm_up_longer_than_the_run_names_the_rate_that_is_reached() -> None:
+    trainer = auto(max_steps=4, warmup_steps=20, lr=8e-3)
+    assert trainer.warm_up_note() == (
+        "trainer.warmup_steps=20 are more than trainer.max_steps=4: the learning rate reaches "
+        "0.0016, not trainer.lr=0.008; give fewer, or auto"
+    )
+    assert auto(max_steps=20, warmup_steps=20, lr=8e-3).warm_up_note() == ""

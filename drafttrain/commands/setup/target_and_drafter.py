@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,18 @@ from drafttrain.drafters.shared.members import JoinedConfig
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.report.phrases import memory
 from drafttrain.runtime.config import HardwareConfig
+from drafttrain.runtime.disk import sha256_of
 from drafttrain.runtime.hardware import DecodeChoice, choose_decoding, dtype_name
 from drafttrain.runtime.lock import alone, holder_of
 from drafttrain.runtime.ranks import Ranks
-from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
+from drafttrain.runtime.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    MANIFEST,
+    PROVENANCE,
+    load_config,
+    write_config,
+)
 from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.untrusted_input import UntrustedError, read_typed, shown
 from drafttrain.target.answers.selfgen import selfgen
@@ -146,6 +154,9 @@ def open_features(
             f"model must be {store.spec.name}, the target of features.dir={features.dir}, got "
             f"{model.label}; give that one, or capture features of this one"
         )
+    require_one_target(ranks, store.spec)
+    file = Path(features.dir) / MANIFEST
+    ranks.require_equal({f"the checksum of features.dir/{MANIFEST}": sha256_of(file)})
     shape = shape_of(drafter, store.spec)
     refuse_without_store(shape)
     store.require(drafter.name, shape.captures, shape.reach)
@@ -166,9 +177,18 @@ def load_on_ranks(
     model: ModelConfig, dtype: torch.dtype, ranks: Ranks, placement: str | Placement
 ) -> Target:
     """Return the target for a command of several ranks, placed as planned, or by what is asked."""
+    if ranks.world_size > 1:  # ranks that split a target would wait for each other forever
+        require_one_target(ranks, expected_spec(model))
     if isinstance(placement, str):
         placement = choose_placement(placement, model, dtype, ranks)
-    return load_placed(model, dtype, ranks, placement)
+    target = load_placed(model, dtype, ranks, placement)
+    require_one_target(ranks, target.spec)
+    return target
+
+
+def require_one_target(ranks: Ranks, spec: TargetSpec) -> None:
+    """Raise ValueError unless the target, which each rank reads from its own disk, is the same."""
+    ranks.require_equal({f"the target's {name}": value for name, value in asdict(spec).items()})
 
 
 def shape_of(config: DrafterConfig, spec: TargetSpec) -> Drafter:
@@ -230,9 +250,11 @@ def served_to(
     """Start this rank's engine, with the target in it; its log goes to `folder`."""
     logs = folder / ("vllm" if ranks.is_main else f"vllm_rank{ranks.rank}")
     place = str(ranks.device)
-    return open_served(
+    engine = open_served(
         config.model, config.vllm, dtype, place, captures=captures, longest=longest, folder=logs
     )
+    require_one_target(ranks, engine.spec)
+    return engine
 
 
 @dataclass(frozen=True)

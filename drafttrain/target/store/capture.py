@@ -1,6 +1,5 @@
 """Write the target's features that several drafters read to disk, once: a store."""
 
-import errno
 import hashlib
 import itertools
 import json
@@ -15,13 +14,12 @@ from typing import Any
 
 import torch
 from rich import filesize
-from safetensors import SafetensorError
 from torch import Tensor
 
 from drafttrain.core.placed_batch import placed
 from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.data.batches import collate
-from drafttrain.runtime.disk import DiskError, write_whole
+from drafttrain.runtime.disk import FULL, DiskError, errno_of, reason, write_whole
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.journal import append_records
 from drafttrain.runtime.load import SpeedWatch
@@ -258,15 +256,12 @@ def _remove(folder: Path, pattern: re.Pattern[str]) -> None:
 def _disk_full_explained(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError, DiskError) as error:
-        cause = error.__cause__ if isinstance(error, DiskError) else error
-        full = getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        if not full:
+    except Exception as error:
+        if errno_of(error) not in FULL:
             raise
-        free = filesize.decimal(shutil.disk_usage(folder).free)
         raise DiskError(
-            f"the disk of store.dir={folder} is full ({free} free): make room there; the same "
-            "command then resumes where it stopped"
+            f"store.dir={folder} could not be written: {reason(error, folder)}; the same command "
+            "then resumes where it stopped"
         ) from error
 
 
