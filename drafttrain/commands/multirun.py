@@ -12,7 +12,7 @@ from pathlib import Path
 from drafttrain.config.groups import follow_up
 from drafttrain.config.overrides import UsageError
 from drafttrain.config.sweep import Sweep, listed, several, sweep_of
-from drafttrain.runtime.disk import require_writable
+from drafttrain.runtime.disk import no_link, refuse_links, require_writable
 from drafttrain.runtime.journal import read_records, replace_records
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.rank_process import SWEEP, say_error
@@ -50,6 +50,7 @@ def multirun(command: str, overrides: Sequence[str], config_dir: Path | None) ->
         raise UsageError("--multirun starts every job itself: it takes plain python, no launcher")
     sweep = sweep_of(command, overrides)
     require_writable(sweep.folder, "hydra.sweep.dir")
+    refuse_links(sweep.folder)
     with hold(sweep.folder, "hydra.sweep.dir", f"{command} --multirun", console.print):
         (sweep.folder / LOGS).mkdir(exist_ok=True)
         record = sweep.folder / RECORD
@@ -125,7 +126,7 @@ def _run(words: Sequence[str], log: Path) -> tuple[int, signal.Signals | None, s
     came: list[signal.Signals] = []
     passed_on = 0
     listening = answered_by(lambda number, frame: came.append(signal.Signals(number)))
-    with listening, log.open("ab") as output:
+    with listening, open(log, "ab", opener=no_link) as output:
         start = output.tell()
         # In a group of its own: Ctrl-C reaches it once, through us.
         process = subprocess.Popen(

@@ -13,6 +13,7 @@ from drafttrain.report.config import CompareSettings
 from drafttrain.report.pairs import measured_of
 from drafttrain.report.results import NOT_COMPARED, SCHEMA_VERSION, Report
 from drafttrain.report.runs import RunReport
+from drafttrain.runtime.disk import refuse_links
 from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, call, load_config
 from drafttrain.runtime.untrusted_input import (
     MAX_JSON_BYTES,
@@ -126,6 +127,7 @@ def _find_report(folder: Path, evaluation: str, again: str) -> Path:
     if not os.path.isdir(folder):
         state = "is a file" if os.path.exists(folder) else "does not exist"
         raise ValueError(f"runs must name folders of runs, got {shown(folder, 400)}, which {state}")
+    refuse_links(folder)
     file = folder / "evaluations" / evaluation / "report.json"
     if not file.is_file():
         others = sorted(path.parent.name for path in folder.glob("evaluations/*/report.json"))

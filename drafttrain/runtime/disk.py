@@ -6,16 +6,19 @@ import mmap
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from drafttrain.runtime.untrusted_input import shown
+from drafttrain.runtime.untrusted_input import UntrustedError, shown
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors that no program can prevent: a traceback would add nothing.
+WANDB = "wandb"  # W&B's folder in a run, in which it makes links of its own
 OF_THE_MACHINE = (*FULL, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE)
 
 
@@ -37,6 +40,77 @@ def errno_of(error: BaseException) -> int | None:
     if number is None and isinstance(error, DiskError) and error.__cause__ is not None:
         number = errno_of(error.__cause__)
     return number
+
+
+class LinkError(UntrustedError):
+    """A link, or another special file, in a folder that may hold files and folders alone."""
+
+
+def require_own(path: Path, or_folder: bool = False) -> None:
+    """Raise LinkError unless `path` is a file, or a folder if allowed; FileNotFoundError if gone.
+
+    What a link names is not part of the run, store or evaluation that the link is in, which may
+    come from anyone: it must not be read, overwritten or removed.
+    """
+    mode = path.lstat().st_mode
+    if not (stat.S_ISREG(mode) or (or_folder and stat.S_ISDIR(mode))):
+        what = "link" if stat.S_ISLNK(mode) else "folder" if stat.S_ISDIR(mode) else "special file"
+        kind = "file or folder" if or_folder else "file"
+        raise LinkError(
+            f"{shown(path, 400)} must be a {kind} itself, got a {what}; put a copy there, or remove"
+            " it"
+        )
+
+
+def refuse_links(root: Path, *names: str) -> None:
+    """Raise LinkError for a link below `root`: in the path of `names`, or in the folder they name.
+
+    Links in the path of `root`, which the user typed, are followed.
+    """
+    with suppress(FileNotFoundError):
+        for name in names:
+            root /= name
+            require_own(root, or_folder=True)
+    for folder, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            with suppress(FileNotFoundError):  # another command has removed it meanwhile
+                require_own(Path(folder, name), or_folder=True)
+        folders[:] = [name for name in folders if name != WANDB]
+
+
+@contextmanager
+def _opened_below(root: Path, folder: Path) -> Iterator[int]:
+    """Yield a descriptor of `folder`, which is `root` or below it; OSError for a link below `root`.
+
+    What is done by this descriptor cannot be led elsewhere, even if a link replaces a folder
+    meanwhile.
+    """
+    descriptor = os.open(root, FOLDER)
+    try:
+        for part in folder.relative_to(root).parts:
+            outer = descriptor
+            descriptor = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=outer)
+            os.close(outer)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path, root: Path) -> None:
+    """Remove a file, a link or a whole folder below `root`; OSError where a link leads to it."""
+    with _opened_below(root, path.parent) as parent:
+        mode = os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode
+        if stat.S_ISDIR(mode):
+            shutil.rmtree(path.name, dir_fd=parent)
+        else:
+            os.unlink(path.name, dir_fd=parent)
+
+
+def rename(old: Path, new: Path, root: Path) -> None:
+    """Rename a file or folder within its folder below `root`; OSError where a link leads to it."""
+    assert old.parent == new.parent, f"{old} and {new} must be in one folder"
+    with _opened_below(root, old.parent) as parent:
+        os.replace(old.name, new.name, src_dir_fd=parent, dst_dir_fd=parent)
 
 
 def reason(error: Exception, place: Path) -> str:
@@ -143,24 +217,26 @@ def replacing(path: Path) -> Iterator[Path]:
     _sync(path.parent)  # the entry of this file; other files there are left alone
 
 
-def put_folder(made: Path, folder: Path) -> None:
-    """Give a finished folder its name, on the disk, in place of an earlier one.
+def put_folder(made: Path, folder: Path, root: Path | None = None) -> None:
+    """Give a finished folder its name, on the disk, in place of an earlier one beside it.
 
     That one is kept beside it until then: a kill between the two leaves it whole, as `MADE.old`.
+    root: a folder above it, below which no link is followed; None: the one that it is in.
     """
+    root = root or folder.parent
     flush(made)
-    old = made.with_name(f"{made.name}.old") if folder.exists() else None
+    old = made.with_name(f"{made.name}.old") if os.path.lexists(folder) else None
     if old is not None:
-        os.replace(folder, old)
+        rename(folder, old, root)
     try:
-        os.replace(made, folder)
+        rename(made, folder, root)
     except BaseException:
         if old is not None:
-            os.replace(old, folder)
+            rename(old, folder, root)
         raise
     _sync(folder.parent)
     if old is not None:
-        shutil.rmtree(old)
+        remove(old, root)
 
 
 def write_whole(path: Path, text: str) -> None:

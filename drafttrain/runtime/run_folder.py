@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 import drafttrain
-from drafttrain.runtime.disk import append_text, require_writable, write_whole
+from drafttrain.runtime.disk import append_text, refuse_links, require_writable, write_whole
 from drafttrain.runtime.settings import Settings
 from drafttrain.runtime.untrusted_input import folder_name, read_yaml, shown
 
@@ -108,6 +108,7 @@ def load_config(folder: Path, key: str = "run.dir") -> dict[str, dict[str, Any]]
             f"{key} must be the folder of a run, got {shown(folder, 400)}, which {state}; "
             "`train` makes one: python -m drafttrain train run.name=demo"
         )
+    refuse_links(folder)  # so before anything of it is read, written over or removed
     saved = read_yaml(file)
     if not isinstance(saved, dict) or not all(isinstance(v, dict) for v in saved.values()):
         raise ValueError(f"{file} must hold the sections of a run, got something else")
@@ -142,6 +143,7 @@ def check_run_folder(config: Any) -> None:
     """Refuse to write over an earlier run. config: that of `train`."""
     folder = Path(config.run.dir)
     require_writable(folder, "run.dir")
+    refuse_links(folder)
     if has_checkpoints(folder) and not config.run.resume:
         raise ValueError(
             f"run.dir must be a folder without checkpoints, got {folder}, which holds an earlier "

@@ -19,7 +19,7 @@ from urllib.parse import urlparse
 import numpy as np
 import yaml
 
-from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.disk import refuse_links, write_whole
 from drafttrain.runtime.journal import append_records, read_records, replace_records
 from drafttrain.runtime.lock import alone
 from drafttrain.runtime.settings import Settings
@@ -312,6 +312,7 @@ def _start_wandb(
     import wandb
 
     id_file = folder / WANDB_ID_FILE
+    refuse_links(folder, WANDB_ID_FILE)  # what it named would be sent as the id
     known = resumed and id_file.exists()
     run_id = id_file.read_text().strip() if known else secrets.token_hex(4)
     # Tables wait for their upload here, not in the user's home.

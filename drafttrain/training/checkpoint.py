@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -16,10 +15,14 @@ from torch import Tensor
 
 from drafttrain.runtime.disk import (
     DiskError,
+    LinkError,
     MachineError,
     flush,
     put_folder,
     reason,
+    refuse_links,
+    remove,
+    rename,
     sha256_of,
     write_whole,
 )
@@ -114,6 +117,7 @@ class Checkpoints:
 
         With its state and weights, verified: a run that continues meanwhile may delete it.
         """
+        refuse_links(self.folder.parent, self.folder.name)
         while True:
             index = self._index()
             folder = self.best() or self.latest()
@@ -140,7 +144,7 @@ class Checkpoints:
                     self.folder.mkdir(parents=True)
                     flush(self.folder.parent)
                 for leftover in self.folder.glob(f"{LEFTOVER}*"):
-                    shutil.rmtree(leftover)
+                    remove(leftover, self.folder.parent)
                 unfinished.mkdir()
         with self._fate_shared(engine, unfinished):
             engine.save(unfinished)
@@ -150,7 +154,7 @@ class Checkpoints:
                 _write_state(unfinished, state)
                 visits = [v for s, v in map(_step_and_visit, self._names()) if s == state.step]
                 name = f"step-{state.step:06d}" + (f"-{max(visits) + 1}" if visits else "")
-                put_folder(unfinished, self.folder / name)
+                put_folder(unfinished, self.folder / name, self.folder.parent)
                 old = self._index().get("best")
                 # If the best step is reached again, its new checkpoint replaces the old one.
                 again = old is not None and _step_and_visit(old)[0] == state.step
@@ -172,6 +176,7 @@ class Checkpoints:
         return self._whole
 
     def _newest_whole(self) -> Path | None:
+        refuse_links(self.folder.parent, self.folder.name)
         names = self._names()
         if not names:
             return None
@@ -258,8 +263,10 @@ class Checkpoints:
         kept = {*list(visits.values())[-self.keep :], self._index().get("best")}
         for name in set(past) - kept:
             leftover = self.folder / f"{LEFTOVER}{name}"
-            (self.folder / name).rename(leftover)  # atomic; deleting takes longer
-            shutil.rmtree(leftover, ignore_errors=True)  # the next save tries again
+            # Renaming is atomic; deleting takes longer.
+            rename(self.folder / name, leftover, self.folder.parent)
+            with suppress(OSError):  # the next save tries again
+                remove(leftover, self.folder.parent)
 
     @contextmanager
     def _fate_shared(self, engine: Engine, unfinished: Path | None) -> Iterator[None]:
@@ -267,10 +274,11 @@ class Checkpoints:
         problem = None
         try:
             yield
-        except (OSError, SafetensorError, CheckpointError, DiskError) as error:
+        except (OSError, SafetensorError, CheckpointError, DiskError, LinkError) as error:
             problem = str(error)
             if unfinished is not None and engine.is_main:
-                shutil.rmtree(unfinished, ignore_errors=True)
+                with suppress(OSError):
+                    remove(unfinished, self.folder.parent)
                 problem = self._explain(error)
         problem = engine.ranks.broadcast_object(problem)
         if problem is not None:

@@ -20,6 +20,7 @@ from drafttrain.core.types import DecodeStats, PromptResult
 from drafttrain.evaluation.compare_runs import read_run
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.tune_choice import TUNED, read_tuned
+from drafttrain.runtime.run_folder import load_config
 from drafttrain.target.model import load_target
 from drafttrain.training.checkpoint import Checkpoints, _digest
 from drafttrain.training.engine.engine import Engine
@@ -117,3 +118,40 @@ def test_what_is_recorded_of_a_target(
     folder = fence.fresh()
     (folder / "provenance.json").write_bytes(data.draw(damaged(edited(provenance))))
     fence.holds(lambda: recorded_spec(folder))
+
+
+LINKED = (
+    *("config.yaml", "provenance.json", "checkpoints", "checkpoints/index.json", "initial"),
+    *("checkpoints/step-000010", "checkpoints/step-000020/state.json", "checkpoints/.leftover-x"),
+    *("checkpoints/step-000020/drafter.safetensors", "evaluations", "evaluations/default"),
+    *("evaluations/default/report.json", "export", "metrics.jsonl", "wandb"),
+)
+
+
+@FUZZ
+@given(data=st.data())
+def test_links_in_a_run(
+    fence: Fence, run: Path, engine: Engine, report: dict[str, Any], data: st.DataObject
+) -> None:
+    folder = fence.fresh()
+    (folder / "config.yaml").write_text("trainer: {}\n")
+    shutil.copytree(run, folder / "checkpoints")
+    (folder / "evaluations" / "default").mkdir(parents=True)
+    (folder / "evaluations" / "default" / "report.json").write_text(json.dumps(report))
+    for name in data.draw(st.lists(st.sampled_from(LINKED), min_size=1, max_size=3)):
+        path = folder / name
+        if any(parent.is_symlink() for parent in path.parents):
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        beside = "../" * len(path.relative_to(folder).parts)
+        path.symlink_to(
+            beside + data.draw(st.sampled_from(("victim.txt", "victims", "victim.json")))
+        )
+    checkpoints = Checkpoints(folder / "checkpoints", 1)
+    fence.holds(lambda: load_config(folder))
+    fence.holds(lambda: read_run(folder, "a", "default"))
+    fence.holds(checkpoints.load_chosen)
+    fence.holds(lambda: checkpoints.resume(engine))

@@ -78,10 +78,10 @@ def test_a_folder_takes_the_place_of_another_or_leaves_it(
     assert [file.read_text() for file in tmp_path.rglob("a")] == ["second"]
     replace = os.replace
 
-    def refused(source: Path, place: Path) -> None:
-        if Path(source).name == "made":
+    def refused(source: str, place: str, **folders: int) -> None:
+        if source == "made":
             raise OSError("no")
-        replace(source, place)
+        replace(source, place, **folders)
 
     monkeypatch.setattr(os, "replace", refused)
     with pytest.raises(OSError, match="no"):

@@ -47,6 +47,7 @@ from drafttrain.report.curves import target_lines, training_curves
 from drafttrain.report.pairs import BEFORE
 from drafttrain.report.phrases import memory, tuned_statement
 from drafttrain.report.results import TimingInfo, TrainingCurves
+from drafttrain.runtime.disk import refuse_links
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
 from drafttrain.runtime.lock import hold, require_free
 from drafttrain.runtime.settings import AUTO
@@ -132,6 +133,7 @@ def held_setup(
     result: the file that another measurement, of other settings, weights or prompts, replaces only
     with `overwrite`. ways: what else the user can do.
     """
+    refuse_links(Path(config.run.dir))
     require_free(place, key)
     tunes = isinstance(config, TuneConfig)
     settings = config.eval if tunes else as_tuned(config.eval, config.run.dir)

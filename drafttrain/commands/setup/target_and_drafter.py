@@ -28,7 +28,7 @@ from drafttrain.drafters.shared.members import JoinedConfig
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.report.phrases import memory
 from drafttrain.runtime.config import HardwareConfig
-from drafttrain.runtime.disk import sha256_of
+from drafttrain.runtime.disk import refuse_links, sha256_of
 from drafttrain.runtime.hardware import DecodeChoice, choose_decoding, dtype_name
 from drafttrain.runtime.lock import alone, holder_of
 from drafttrain.runtime.ranks import Ranks
@@ -249,6 +249,7 @@ def served_to(
 ) -> ServedTarget:
     """Start this rank's engine, with the target in it; its log goes to `folder`."""
     logs = folder / ("vllm" if ranks.is_main else f"vllm_rank{ranks.rank}")
+    refuse_links(folder, logs.name)
     place = str(ranks.device)
     engine = open_served(
         config.model, config.vllm, dtype, place, captures=captures, longest=longest, folder=logs

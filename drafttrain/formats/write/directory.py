@@ -2,10 +2,9 @@
 
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from drafttrain.drafters.serving.engines import GGUF
 from drafttrain.report.card import MADE_BY
-from drafttrain.runtime.disk import put_folder
+from drafttrain.runtime.disk import put_folder, remove
 
 CONFIG, WEIGHTS, CARD = FILES = ("config.json", "model.safetensors", "README.md")
 INDEX = f"{WEIGHTS}.index.json"
@@ -90,4 +89,5 @@ def all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
                 file.chmod(0o644)
         put_folder(draft, folder)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        with suppress(OSError):  # it has its name by now, or the disk fails
+            remove(draft, folder.parent)

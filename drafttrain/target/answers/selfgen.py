@@ -22,7 +22,7 @@ from drafttrain.core.types import Sample, TargetSpec
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import ChatFormat, Template, template_fingerprint
-from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.disk import refuse_links, write_whole
 from drafttrain.runtime.journal import append_records, read_records
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.ranks import ALONE, Ranks
@@ -73,6 +73,7 @@ def selfgen(
     check_room(target, config, frame)
     folder = Path(config.cache_dir).expanduser() / fingerprint(target, config, frame)
     count, size, show = config.num_conversations, config.batch_size, show and ranks.is_main
+    refuse_links(folder.parent, folder.name)
     written = cached(folder, target.spec, ranks)
     with ExitStack() as stack:
         if not all(index in written for index in range(count)):

@@ -17,7 +17,6 @@ import hashlib
 import json
 import math
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -29,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.runtime.disk import replacing, sha256_of, write_whole
+from drafttrain.runtime.disk import LinkError, replacing, require_own, sha256_of, write_whole
 from drafttrain.runtime.journal import read_records
 from drafttrain.runtime.run_folder import MANIFEST, call
 from drafttrain.runtime.untrusted_input import (
@@ -222,25 +221,11 @@ def decode(stored: Sequence[Tensor], into: Float[Tensor, "row hidden"]) -> None:
         into.mul_(stored[1][:, None])
 
 
-def refuse_unless_own(path: Path) -> None:
-    """Raise StoreError if a file of a store is not a plain file, FileNotFoundError if none exists.
-
-    What a link points to is not the store's, so it must not be read, overwritten or removed.
-    """
-    mode = path.lstat().st_mode
-    if not stat.S_ISREG(mode):
-        what = "link" if stat.S_ISLNK(mode) else "folder" if stat.S_ISDIR(mode) else "special file"
-        raise StoreError(
-            f"{path} must be a file of the store's own, got a {what}; put a copy of the file "
-            "there, or remove it"
-        )
-
-
 def own_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """Return the files of a store whose names match; StoreError if one of them is a link."""
+    """Return the files of a store whose names match; LinkError if one of them is a link."""
     found = sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
     for path in found:
-        refuse_unless_own(path)
+        require_own(path)
     return found
 
 
@@ -256,7 +241,7 @@ def problem_of(folder: Path, record: File, checksum: bool) -> str | None:
     """Return what is wrong with a file of a store, None if it is as it was written."""
     path = folder / record.file
     try:
-        refuse_unless_own(path)
+        require_own(path)
         size = path.stat().st_size
         if size != record.bytes:
             return f"must have the {record.bytes:,} bytes that were written, got {size:,}"
@@ -275,7 +260,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a store, None if there is none; StoreError if it is damaged."""
     path = folder / MANIFEST
     try:
-        refuse_unless_own(path)
+        require_own(path)
         content = read_bytes(path, MAX_JSON_BYTES)
         plain = parse_json(content, "it")
         if not isinstance(plain, dict):
@@ -294,7 +279,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         return manifest
     except FileNotFoundError:
         return None
-    except StoreError:
+    except (StoreError, LinkError):
         raise
     except (OSError, ValueError) as error:
         raise StoreError(

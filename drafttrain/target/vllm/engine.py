@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.core.sampling_config import Sampling
+from drafttrain.runtime.disk import remove, require_own
 from drafttrain.runtime.terminal import working
 from drafttrain.target.vllm.config import VllmConfig
 from drafttrain.target.vllm.process import Event, Process, find_python
@@ -134,7 +136,8 @@ class VllmEngine:
         event = self._next("features", "refused")
         if event["event"] == "refused":
             raise ValueError(f"vLLM refuses a document: {event['text']}")
-        file = Path(event["file"])
+        file = self.exchange / Path(event["file"]).name  # there and nowhere else
+        require_own(file)
         tensors = load_file(file)
         file.unlink()
         states = [tensors[str(place)] for place in range(len(documents))]
@@ -152,4 +155,5 @@ class VllmEngine:
     def close(self) -> None:
         """End the engine and remove the files that it left in memory."""
         self.process.end()
-        shutil.rmtree(self.exchange, ignore_errors=True)
+        with suppress(OSError):
+            remove(self.exchange, self.exchange.parent)
