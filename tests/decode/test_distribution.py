@@ -24,6 +24,7 @@ from distribution_support import (
     predicted_distribution,
     target_distribution,
 )
+from pairs import dealt, pairs
 
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import TargetFeatures
@@ -44,26 +45,19 @@ from drafttrain.decode.verify import (
 from drafttrain.drafters.base import Drafter
 
 
-def slow(value: Any) -> Any:
-    """A parameter for `make slow`: each of these costs every drafter a second."""
-    return pytest.param(value, marks=pytest.mark.slow)
+def slow(*values: Any) -> Any:
+    """Parameters for `make slow`: each of these costs every drafter a second."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
-TOP_2 = Sampling(1.0, 2, 1.0)
+TOP_2, TOP_P, COLD = Sampling(1.0, 2, 1.0), Sampling(1.0, 0, 0.7), Sampling(0.6, 3, 1.0)
 SAMPLINGS = {
     "plain": PLAIN,
-    "cold": slow(Sampling(0.6, 3, 1.0)),
+    "cold": slow(COLD),
     "top_k": TOP_2,
-    "top_p": Sampling(1.0, 0, 0.7),
+    "top_p": TOP_P,
     "all_warpers": Sampling(1.4, 3, 0.9),
     "greedy": GREEDY,
-}
-DRAFT_SAMPLINGS = {
-    "greedy_drafts_of_a_sampled_target": (PLAIN, GREEDY),
-    "hotter_drafts": slow((Sampling(0.7, 3, 1.0), Sampling(2.5, 3, 1.0))),
-    "top_p_drafts": (PLAIN, Sampling(1.0, 0, 0.6)),
-    "top_k_drafts_of_a_top_p_target": (Sampling(1.0, 0, 0.7), Sampling(1.0, 2, 1.0)),
-    "sampled_drafts_of_a_greedy_target": (GREEDY, PLAIN),
 }
 LOSSY = {
     "typical": Typical(0.3, 0.6),
@@ -92,8 +86,35 @@ def certify(small: Small, drafter: Drafter | None, case: Case, width: int) -> Re
     return replayed
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+# Settings of a chain: every pair of values, of any two of these lists, is tested together.
+CHAINS = pairs(
+    DRAFTERS,
+    [(3, 2), (3, 3), (3, 1), (2, 1), (2, 3), (1, 2)],  # limit and depth
+    [PLAIN, TOP_2, TOP_P, Sampling(1.4, 3, 0.9), GREEDY],
+    [None, GREEDY, PLAIN, Sampling(1.0, 0, 0.6), TOP_2],  # of drafts; None: as the target's
+    [LOSSLESS, Lenience(1.0), Block()],
+    [(), ("bb", "ba")],  # stop strings
+    [((0, 1, 0, 1, 0),), ((1,),)],  # a prompt; of a single token there is no feature
+)
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
+def test_every_setting_of_a_chain_has_the_distribution_of_the_target(
+    name: str, smalls: dict[int, Small]
+) -> None:
+    drafter = drafter_for(name, smalls[4])
+    seen: set[str] = set()
+    for each, (limit, depth), sampling, drawn, rule, stops, prompts in CHAINS:
+        if each == name:
+            case = Case(prompts, limit, depth, None, sampling, drawn, rule, stops)
+            seen |= certify(smalls[4], drafter, case, width=1000).seen
+    assert seen >= {"first rejected", "all accepted", "limit inside an accepted run"}
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [(name, PLAIN) for name in DRAFTERS] + [slow(name, COLD) for name in DRAFTERS],
+)
 def test_three_tokens_have_the_distribution_of_the_target(
     name: str, sampling: Sampling, smalls: dict[int, Small]
 ) -> None:
@@ -105,8 +126,7 @@ def test_three_tokens_have_the_distribution_of_the_target(
         assert len(replayed.distribution) > 30
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, TOP_2], ids=["plain", "top_k"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "sampling"), dealt(DRAFTERS, [PLAIN, TOP_2]))
 def test_one_prompt_at_a_time_has_the_distribution_of_the_target(
     name: str, sampling: Sampling, smalls: dict[int, Small]
 ) -> None:
@@ -118,43 +138,12 @@ def test_one_prompt_at_a_time_has_the_distribution_of_the_target(
     assert distance(alone.distribution, together.distribution) <= EXACT
 
 
-@pytest.mark.parametrize("samplings", DRAFT_SAMPLINGS.values(), ids=DRAFT_SAMPLINGS)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "ngram"])
-def test_drafts_may_be_drawn_otherwise_than_the_target(
-    name: str, samplings: tuple[Sampling, Sampling], smalls: dict[int, Small]
-) -> None:
-    case = Case(sampling=samplings[0], draft_sampling=samplings[1])
+def test_drafts_may_be_hotter_than_the_target(name: str, smalls: dict[int, Small]) -> None:
+    case = Case(sampling=Sampling(0.7, 3, 1.0), draft_sampling=Sampling(2.5, 3, 1.0))
     replayed = certify(smalls[4], drafter_for(name, smalls[4]), case, width=1000)
     assert "first rejected" in replayed.seen
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_lenience_of_one_is_rejection_sampling(name: str, smalls: dict[int, Small]) -> None:
-    drafter = drafter_for(name, smalls[3])
-    for sampling in (PLAIN, SAMPLINGS["top_p"], GREEDY):
-        certify(smalls[3], drafter, Case(sampling=sampling, rule=Lenience(1.0)), width=1000)
-
-
-@pytest.mark.parametrize("samplings", [(PLAIN, None), (TOP_2, PLAIN), (PLAIN, GREEDY)], ids=str)
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_block_verification_has_the_distribution_of_the_target(
-    name: str, samplings: tuple[Sampling, Sampling | None], smalls: dict[int, Small]
-) -> None:
-    sampling, drawn = samplings
-    case = Case(limit=3, sampling=sampling, draft_sampling=drawn, rule=Block())
-    replayed = certify(smalls[3], drafter_for(name, smalls[3]), case, width=1000)
-    assert "partly accepted" in replayed.seen
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_limits_of_any_length_and_depth(name: str, smalls: dict[int, Small]) -> None:
-    drafter = drafter_for(name, smalls[3])
-    seen: set[str] = set()
-    for limit in (1, 2, 3):
-        for depth in (1, 2, 3):
-            case = Case(limit=limit, depth=depth, sampling=TOP_2)
-            seen |= certify(smalls[3], drafter, case, width=1000).seen
-    assert seen >= HAPPENS | {"limit inside an accepted run"}
 
 
 @pytest.mark.slow
@@ -164,7 +153,7 @@ def test_six_tokens_drafted_three_deep(name: str, smalls: dict[int, Small]) -> N
     certify(smalls[6], drafter_for(name, smalls[6]), case, width=1000)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "ngram", "two_model"])
 def test_stop_strings_end_an_accepted_run(name: str, smalls: dict[int, Small]) -> None:
     """Spelled by two tokens, by the end of one and another, and by the beginning of one."""
     small, drafter = smalls[5], drafter_for(name, smalls[5])
@@ -173,11 +162,6 @@ def test_stop_strings_end_an_accepted_run(name: str, smalls: dict[int, Small]) -
     shorter = {text for (text,) in stopped if len(text) < 3 and text[-1] != 4}
     assert {(1, 1), (2, 1), (1, 2)} <= shorter  # b b, ab b, b ab
     assert distance(stopped, target_distribution(small, replace(case, stop_strings=()))) > 0.01
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_prompt_of_a_single_token(name: str, smalls: dict[int, Small]) -> None:
-    certify(smalls[3], drafter_for(name, smalls[3]), Case(prompts=((1,),)), width=1000)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -236,12 +220,22 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", BRANCHING)
+# A drafter sees the tree, not how its tokens are drawn: each drafts every tree, drawn in one way.
+DRAWN = {
+    "two_levels": ["without_replacement", "with_replacement", "chosen"],
+    "lopsided": ["lopsided", "warped"],
+    "dynamic": ["dynamic"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [row for i, shapes in enumerate(DRAWN.values()) for row in dealt(BRANCHING, shapes, i)],
+)
 def test_trees_have_the_distribution_of_the_target(
-    name: str, shape: tuple[Policy, Sampling], smalls: dict[int, Small]
+    name: str, shape: str, smalls: dict[int, Small]
 ) -> None:
-    policy, drawn = shape
+    policy, drawn = SHAPES[shape]
     case = Case(limit=3, policy=policy, sampling=TOP_2, draft_sampling=drawn)
     replayed = certify(smalls[3], drafter_for(name, smalls[3]), case, width=1000)
     assert replayed.seen >= {"first rejected", "partly accepted", "another child accepted"}
@@ -315,10 +309,15 @@ PACES = {
 }
 
 
-@pytest.mark.parametrize("pace", PACES)
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    ("name", "pace", "rule"), pairs(DRAFTERS, list(PACES), [LOSSLESS, Block()])
+)
 def test_an_adaptive_depth_leaves_the_distribution_of_the_target(
-    name: str, pace: str, smalls: dict[int, Small], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    pace: str,
+    rule: Rule,
+    smalls: dict[int, Small],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One walk at a time, as rows that are decoded together decide together."""
     monkeypatch.setattr(adaptive, "PRIOR", 0.5)  # a single draft changes the depth of the next
@@ -332,9 +331,8 @@ def test_an_adaptive_depth_leaves_the_distribution_of_the_target(
 
     count = loop._count
     monkeypatch.setattr(loop, "_count", noted)
-    case = Case(limit=limit, policy=policy, sampling=TOP_2)
+    case = Case(limit=limit, policy=policy, sampling=TOP_2, rule=rule)
     certify(smalls[3], drafter_for(name, smalls[3]), case, width=1)
-    certify(smalls[3], drafter_for(name, smalls[3]), replace(case, rule=Block()), width=1)
     if name not in ("ngram", "ensemble"):  # which propose whole chains
         assert depths >= {"by_confidence": {1, 2}, "by_acceptance": {0, 1}, "never": {0}}[pace]
 
@@ -392,8 +390,7 @@ def total_variation(one: Distribution, other: Distribution) -> float:
     return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one | other) / 2
 
 
-@pytest.mark.parametrize("rule", [Rejection(), *LOSSY.values()], ids=["rejection", *LOSSY])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "rule"), dealt(DRAFTERS, [Rejection(), *LOSSY.values()]))
 def test_the_token_after_the_root_has_the_one_step_distribution(
     name: str, rule: Rule, smalls: dict[int, Small]
 ) -> None:
@@ -415,14 +412,17 @@ def test_the_token_after_the_root_has_the_one_step_distribution(
             assert emitted.get(((root, token),), 0.0) == pytest.approx(probability * p, abs=EXACT)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_at_temperature_zero_every_rule_is_lossless(name: str, smalls: dict[int, Small]) -> None:
-    drafter = drafter_for(name, smalls[4])
-    for rule in LOSSY.values():
-        for drafts in (GREEDY, PLAIN):
-            case = Case(sampling=GREEDY, draft_sampling=drafts, rule=rule)
-            assert is_lossless(rule, case.sampling)
-            certify(smalls[4], drafter, case, width=1000)
+ZERO = pairs(list(LOSSY.values()), [GREEDY, PLAIN])
+
+
+@pytest.mark.parametrize(("name", "settings"), dealt(DRAFTERS, ZERO))
+def test_at_temperature_zero_every_rule_is_lossless(
+    name: str, settings: tuple[Rule, Sampling], smalls: dict[int, Small]
+) -> None:
+    rule, drafts = settings
+    case = Case(sampling=GREEDY, draft_sampling=drafts, rule=rule)
+    assert is_lossless(rule, case.sampling)
+    certify(smalls[4], drafter_for(name, smalls[4]), case, width=1000)
 
 
 # --- what a drafter does wrong costs acceptance, never the distribution ---

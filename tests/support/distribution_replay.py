@@ -50,8 +50,8 @@ class Replay:
         self.asked.add((row, start, draw))
         low, high = walk.get(key, (0.0, 1.0))
         parts = [(max(low, left), min(high, right)) for left, right in pairwise(edges)]
-        # Slivers of rounding are no answers.
-        answer, *others = [i for i, (left, right) in enumerate(parts) if right - left > 1e-15]
+        # Slivers of rounding are no answers; they differ from one batch to the next.
+        answer, *others = [i for i, (left, right) in enumerate(parts) if right - left > 1e-14]
         self.siblings.extend({**walk, key: parts[other]} for other in others)
         walk[key] = parts[answer]
         return answer
