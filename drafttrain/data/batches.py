@@ -14,6 +14,11 @@ from torch import Tensor
 from drafttrain.core.types import PAD_DOCUMENT, Batch, Sample, TargetFeatures
 from drafttrain.runtime.untrusted_input import MAX_COUNT, shown
 
+# A row of several conversations needs a mask of all pairs of its tokens, which takes longer than
+# everything else where rows are long. In rows of up to this length it costs next to nothing.
+PACKED_LENGTH = 512
+SIMILAR = 0.8  # of the longest row of a micro batch, at least
+
 
 @dataclass(frozen=True)
 class StepGroup:
@@ -31,10 +36,11 @@ class Batches:
 
     The content of a step depends only on the samples, `tokens_per_step` and the seed, never on
     the micro batch or the number of ranks. Every epoch is a new permutation, cut into steps of
-    nearly equal size. Within a step, conversations are packed into rows as long as the longest of
-    them; a micro batch has at most `micro_batch` rows. All ranks get the same number of micro
-    batches; where a step has fewer rows than ranks, some get padding only. A step without a
-    trained token is passed over; ValueError if there are no others.
+    nearly equal size. Within a step, short conversations are packed into rows; a long one has a row
+    for itself (PACKED_LENGTH). A micro batch has rows of similar lengths, as many as have the
+    tokens of `micro_batch` rows of the longest. All ranks get the same number of micro batches;
+    where a step has fewer rows than ranks, some get padding only. A step without a trained token is
+    passed over; ValueError if there are no others.
     """
 
     def __init__(
@@ -87,14 +93,11 @@ class Batches:
         # Longest first wastes the least room: the short ones that follow fill the gaps of rows.
         longest_first = chosen[np.lexsort((chosen, -self.lengths[chosen]))]
         samples = [self.samples[place] for place in longest_first]
-        length = int(self.lengths[longest_first[0]])
-        rows = packed_rows(samples, length)
-        count = -(-len(rows) // self.micro_batch)
-        count = -(-count // self.world_size) * self.world_size
-        bounds = np.linspace(0, len(rows), count + 1).round().astype(int)
-        micro_batches = [rows[a:b] or [[]] for a, b in itertools.pairwise(bounds)]
+        micro_batches = cut(rows_of(samples), self.micro_batch, self.world_size)
+        least = min(longest(rows) for rows in micro_batches if rows)  # of what is padding alone
+        own = micro_batches[self.rank :: self.world_size]
         return StepGroup(
-            [_rows(rows, length) for rows in micro_batches[self.rank :: self.world_size]],
+            [_rows(rows or [[]], longest(rows) or least) for rows in own],
             int(self.loss_lengths[chosen].sum()),
             int(self.lengths[chosen].sum()),
             tuple(sorted(sample.index for sample in samples)),
@@ -142,12 +145,48 @@ def _lost(must: str, got: object) -> ValueError:
 
 def collate(samples: Sequence[Sample]) -> Batch:
     """Return a batch with one sample a row, padded right with token 0 to the longest."""
-    return _rows([[sample] for sample in samples], max(len(sample.tokens) for sample in samples))
+    rows = [[sample] for sample in samples]
+    return _rows(rows, longest(rows))
 
 
 def pack(samples: Sequence[Sample], length: int) -> Batch:
     """Return rows of `length` tokens with as many samples as fit, each in the first free row."""
     return _rows(packed_rows(samples, length), length)
+
+
+def rows_of(longest_first: Sequence[Sample]) -> list[list[Sample]]:
+    """Return the rows of a step's conversations: those up to PACKED_LENGTH are packed."""
+    length = min(len(longest_first[0].tokens), PACKED_LENGTH)
+    long = [[sample] for sample in longest_first if len(sample.tokens) > length]
+    return [*long, *packed_rows(longest_first[len(long) :], length)]
+
+
+def cut(
+    rows: Sequence[list[Sample]], micro_batch: int, world_size: int
+) -> list[Sequence[list[Sample]]]:
+    """Return micro batches of rows of similar lengths, as many for each rank; some may be empty.
+
+    Each has at most the tokens of `micro_batch` rows of the longest. No row of a long conversation
+    has more than a fifth of padding.
+    """
+    sizes = [longest([row]) for row in rows]
+    starts = [0]
+    for place, size in enumerate(sizes):
+        if PACKED_LENGTH < sizes[starts[-1]] and size < SIMILAR * sizes[starts[-1]]:
+            starts.append(place)
+    runs = list(itertools.pairwise([*starts, len(rows)]))  # of similar rows
+    most = [max(1, micro_batch * sizes[0] // max(sizes[a:b])) for a, b in runs]
+    counts = [-(-(b - a) // rows_at_most) for (a, b), rows_at_most in zip(runs, most, strict=True)]
+    while sum(counts) % world_size:  # some run gives a micro batch to every rank
+        left = [i for i, (a, b) in enumerate(runs) if counts[i] < b - a]
+        if not left:
+            break
+        counts[max(left, key=lambda i: sum(sizes[slice(*runs[i])]) / counts[i])] += 1
+    found: list[Sequence[list[Sample]]] = []
+    for (start, stop), count in zip(runs, counts, strict=True):
+        bounds = np.linspace(start, stop, count + 1).round().astype(int)
+        found += [rows[a:b] for a, b in itertools.pairwise(bounds)]
+    return [*found, *[[]] * (-len(found) % world_size)]
 
 
 def packed_rows(samples: Sequence[Sample], length: int) -> list[list[Sample]]:
@@ -165,6 +204,11 @@ def packed_rows(samples: Sequence[Sample], length: int) -> list[list[Sample]]:
         rows[row].append(sample)
         free[row] -= size
     return rows
+
+
+def longest(rows: Sequence[Sequence[Sample]]) -> int:
+    """Return the tokens of the longest row."""
+    return max((sum(len(sample.tokens) for sample in row) for row in rows), default=0)
 
 
 def _rows(rows: Sequence[Sequence[Sample]], length: int) -> Batch:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from drafttrain.core.placed_batch import attention_mask
 from drafttrain.core.types import PAD_DOCUMENT, Batch, Sample
-from drafttrain.data.batches import Batches, StepGroup, collate, pack, token_counts
+from drafttrain.data.batches import PACKED_LENGTH, Batches, StepGroup, collate, pack, token_counts
 
 
 def sample(index: int, length: int, trained_from: int = 1) -> Sample:
@@ -202,3 +203,29 @@ def test_a_step_without_a_trained_token_is_no_step() -> None:
         assert 10 in group.documents
     with pytest.raises(ValueError, match="must name some token after the first, got none"):
         Batches(untrained, tokens_per_step=20, micro_batch=4, seed=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+@pytest.mark.parametrize(
+    "lengths",
+    [[8192, *[2048] * 4], [8192, *[100] * 50], [3000, 2900, 700, 650, 500, 20], [600], [512, 3]],
+    ids=["8k and 2k", "8k and short ones", "every length", "one", "rows of 512"],
+)  # fmt: skip
+def test_no_long_row_needs_a_mask(lengths: list[int], micro_batch: int, world_size: int) -> None:
+    samples = [sample(place, length) for place, length in enumerate(lengths)]
+    ranks = [
+        Batches(samples, sum(lengths), micro_batch, 0, rank, world_size).next_group()
+        for rank in range(world_size)
+    ]
+    assert len({len(group.batches) for group in ranks}) == 1
+    batches = [batch for group in ranks for batch in group.batches]
+    assert contents(batches).total() == len(lengths)
+    assert contents(batches) == contents([collate([each]) for each in samples])
+    for batch in batches:
+        rows, length = batch.tokens.shape
+        assert rows * length <= max(micro_batch * max(lengths), length)
+        if length > PACKED_LENGTH:
+            assert attention_mask(batch) is None
+            real = (batch.document >= 0).sum()
+            assert real == 0 or real >= 0.8 * rows * length, "at most a fifth is padding"
