@@ -101,7 +101,7 @@ def choices(group: str) -> dict[str, Path]:
     """
     folders = [conf_dir(), *_own]
     files = [file for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
-    return {file.stem: file for file in reversed(files)}
+    return {file.stem: file for file in reversed(files) if file.is_file()}
 
 
 def targets(group: str) -> set[str]:

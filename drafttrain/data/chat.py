@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from drafttrain.core.tokenizer import encoded as tokenise
+from drafttrain.core.tokenizer import text_of, token_ids
 from drafttrain.core.types import Sample, TargetSpec
 from drafttrain.data.conversations import Conversation, Conversations, DataConfig, PlainText
 from drafttrain.data.records import Message, Recorded, Unusable
@@ -65,7 +67,8 @@ def encode(
                         raise too_long(config, f"{len(located.text)} characters")
                     kept.append((conversation, located))
             # Tokenised together, on several cores. A template writes its own special tokens.
-            encoded: Any = kept and tokenizer(
+            encoded: Any = kept and tokenise(
+                tokenizer,
                 [located.text for _, located in kept],
                 add_special_tokens=plain,
                 return_offsets_mapping=True,
@@ -111,7 +114,7 @@ def own_words(recorded: Recorded | None, content: str, tokenizer: Any) -> Record
     """
     if recorded is None or recorded.tokens is None:
         return recorded
-    text = tokenizer.decode(list(recorded.tokens), skip_special_tokens=True)
+    text = text_of(tokenizer, recorded.tokens, skip_special_tokens=True)
     ours = text.rstrip(CUT_CHARACTER).strip().endswith(content.rstrip(CUT_CHARACTER).strip())
     return recorded if ours else Recorded(None, recorded.finished)
 
@@ -204,9 +207,9 @@ def prompt_tokens(messages: Sequence[Message], tokenizer: Any, template: Templat
     """
     if template.kind == NONE:
         text = "\n\n".join(turn.content for turn in messages)
-        return list(tokenizer(text)["input_ids"])
+        return token_ids(tokenizer, text)
     text = render(messages, tokenizer, template, for_answer=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return token_ids(tokenizer, text, special=False)
 
 
 def prompt_of(sample: Sample) -> list[int]:

@@ -21,6 +21,7 @@ from drafttrain.data.records import (
     SYSTEM,
     Message,
     Recorded,
+    Unusable,
     check_order,
     messages_of,
     plain_text,
@@ -225,6 +226,9 @@ class HubConfig(ReadConfig):
         asked, answered = str(self.prompt_column), str(self.response_column)
         for where, row in rows:
             names = [self.column] if self.column else [asked, answered]
+            if isinstance(row, Unusable):
+                yield where, row
+                continue
             if missing := [name for name in names if name not in row]:
                 there = shown(", ".join(row))
                 raise ValueError(f"data.column: no column {', '.join(missing)} (there are {there})")

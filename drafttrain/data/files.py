@@ -4,20 +4,32 @@ import glob
 import gzip
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from drafttrain.data import parquet
 from drafttrain.data.records import Unusable, parse
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.runtime.settings import require
-from drafttrain.runtime.untrusted_input import MAX_LINE_BYTES, lines_of
+from drafttrain.runtime.untrusted_input import MAX_LINE_BYTES, lines_of, shown
 
 Record = tuple[str, Any]  # where it is; what it holds, or the Unusable with the reason why not
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".parquet")
+# How a file begins that is compressed, or is no text.
+MAGIC = {
+    **{".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".parquet": b"PAR1"},
+    **{".zip": b"PK\x03\x04", ".bz2": b"BZh", ".xz": b"\xfd7zXZ", ".arrow": b"ARROW1"},
+}
+UNREAD = (".zip", ".bz2", ".xz", ".arrow", ".csv", ".tsv")
+ELSE = "data=hub data.repo=csv data.files=FILE reads csv, data.repo=arrow arrow; unpack archives"
+EXPANSION, SMALL = 1000, 64 << 20  # text shrinks to a tenth; a bomb to a hundred-thousandth
 LONG = Unusable(f"a record of more than {MAX_LINE_BYTES >> 20} MB")
 READ = 1 << 16  # characters
 NOT_WHITE = re.compile(r"[^ \t\r\n]")  # no white space of JSON
@@ -25,21 +37,31 @@ NOTHING_AFTER = "and nothing after it was read"
 
 
 def find_files(path: str) -> list[Path]:
-    """Return the files that a path names: itself, those of a directory, or those of a glob."""
+    """Return the files that a path names: itself, those of a directory, or those of a glob.
+
+    ValueError for none, and for one that is no regular file: a pipe or a device may never end.
+    """
     place = Path(path).expanduser()
     with readable(place, "data.path"):
-        if place.is_file():
-            return [place]
         inside = sorted(place.iterdir()) if place.is_dir() else None
     if inside is not None:
         files = [file for file in inside if file.name.endswith(SUFFIXES)]
-        must, got = f"hold files named {', '.join(SUFFIXES)}", f"{path}, with none"
+        must, got = f"hold files named {', '.join(SUFFIXES)}", f"{path}, with none; {ELSE}"
     else:
-        matches = sorted(Path(match) for match in glob.glob(str(place), recursive=True))
-        files = [file for file in matches if file.is_file()]
+        matches = [place] if place.exists() else map(Path, glob.glob(str(place), recursive=True))
+        files = [file for file in sorted(matches) if not file.is_dir()]
         must, got = "name existing files", f"{path}, which names none"
     require(bool(files), "data.path", must, got)
+    require_regular(files, "data.path")
     return files
+
+
+def require_regular(files: Iterable[Path], key: str) -> None:
+    """Raise ValueError, naming it, for a file that is neither regular nor a link to such a file."""
+    for file in files:
+        if not file.is_file():
+            got = f"{shown(file, 400)}, which is a pipe, a device or a broken link; remove it"
+            raise ValueError(f"{key} must name regular files, got {got}")
 
 
 @contextmanager
@@ -57,23 +79,76 @@ def readable(place: Path, key: str) -> Iterator[None]:
 def file_records(file: Path, key: str = "data.path") -> Iterator[Record]:
     """Yield the records of one file, broken ones as `Unusable`; ValueError if it cannot be read.
 
-    key: the setting that names it.
+    Its first bytes say how it is compressed. key: the setting that names it.
     """
+    require_regular([file], key)
     with readable(file, key):
         raw = file.open("rb")
-    with raw, gzip.open(raw) if file.name.endswith(".gz") else raw as stream:
+    with raw:
+        kind = next((kind for kind, magic in MAGIC.items() if raw.peek(8).startswith(magic)), None)
+        name = file.name.removesuffix(".gz").removesuffix(".zst")
+        if name.endswith(UNREAD) or kind in UNREAD:
+            must, got = f"name files of the kinds {', '.join(SUFFIXES)}", f"{file}; {ELSE}"
+            require(False, key, must, got)
         number = 0
+        most = max(SMALL, EXPANSION * file.stat().st_size)  # bytes
         try:
-            if file.name.endswith((".json", ".json.gz")):
-                for number, record in enumerate(list_records(stream)):
-                    yield f"{file}[{number}]", record
-                return
-            for number, line in enumerate(lines_of(stream), 1):
-                if line is None or line.strip():
-                    yield f"{file}:{number}", LONG if line is None else parse(line)
+            with _opened(file, raw, kind) as stream:
+                if name.endswith(".json") and not _has_lines(stream):
+                    for number, record in enumerate(list_records(stream)):
+                        yield f"{file}[{number}]", record
+                    return
+                for number, line in enumerate(lines_of(stream), 1):
+                    most -= MAX_LINE_BYTES if line is None else len(line)
+                    if most < 0:
+                        reason = f"the file expands to more than {EXPANSION:,} times its size"
+                        yield f"{file}:{number}", Unusable(f"{reason}, {NOTHING_AFTER}")
+                        return
+                    if line is None or line.strip():
+                        yield f"{file}:{number}", LONG if line is None else parse(line)
         except (EOFError, OSError, zlib.error) as error:
             damage = Unusable(f"the file is damaged here, {NOTHING_AFTER}", str(error))
             yield f"{file}:{number + 1}", damage
+
+
+@contextmanager
+def _opened(file: Path, raw: Any, kind: str | None) -> Iterator[Any]:
+    """Yield the content of a file, decompressed; for parquet a line of JSON for each row."""
+    if kind == ".gz":
+        with gzip.open(raw) as stream:
+            yield stream
+    elif kind == ".zst":
+        import pyarrow
+
+        with pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd") as stream:
+            yield io.BufferedReader(stream)
+    elif kind == ".parquet":
+        place = os.pathsep.join(path for path in sys.path if path)
+        command = [sys.executable, "-P", parquet.__file__, str(file)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env={"PYTHONPATH": place}
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            ended = False
+            try:
+                yield process.stdout
+                ended = not process.stdout.read(1)
+            finally:
+                process.kill() if not ended else process.wait()
+            if ended and process.returncode:
+                told = process.stderr.read(4096).decode(errors="replace").strip()
+                raise OSError(told or f"the process that reads it died ({process.returncode})")
+    else:
+        yield raw
+
+
+def _has_lines(stream: Any) -> bool:
+    """Return whether the first line of a .json file is a whole record; the stream is rewound."""
+    line = stream.readline(MAX_LINE_BYTES)
+    stream.seek(0)
+    return isinstance(parse(line), dict)
 
 
 def list_records(stream: Any) -> Iterator[Any]:
@@ -102,7 +177,9 @@ def list_records(stream: Any) -> Iterator[Any]:
 
     try:
         if next_character() != "[":
-            yield Unusable("not a json list", f"it begins with {text[at : at + 1]!r}")
+            yield Unusable(
+                "neither a json list nor a record a line", f"it begins with {text[at : at + 1]!r}"
+            )
             return
         at += 1
         follows = next_character()
@@ -154,12 +231,18 @@ def dataset_records(
     import datasets
 
     place = Path(repo).expanduser()
+    if place.is_dir():
+        require_regular((file for file in place.rglob("*") if not file.is_dir()), key)
     try:
         if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
             rows: Any = datasets.load_from_disk(str(place))  # what `save_to_disk` wrote
             rows = rows[split] if isinstance(rows, dict) else rows
         else:
             source = str(place) if place.exists() else repo
+            if place.is_dir() and (local := _parquet_files(place, subset, split, options)):
+                rows = (row for file in local for _, row in file_records(file, key))
+                yield from ((f"{repo}:{split}[{number}]", row) for number, row in enumerate(rows))
+                return
             rows = datasets.load_dataset(source, subset, split=split, revision=revision, **options)
         for number, row in enumerate(rows):
             yield f"{repo}:{split}[{number}]", row
@@ -170,6 +253,16 @@ def dataset_records(
             f"without access to the Hub, download it elsewhere and use {instead}, or "
             f"{key}=DIRECTORY"
         ) from error
+
+
+def _parquet_files(folder: Path, subset: str | None, split: str, options: Any) -> list[Path]:
+    """Return the files of a local split if all are parquet: `datasets` would expand them whole."""
+    import datasets
+
+    told = options.get("data_files")
+    config = datasets.load_dataset_builder(str(folder), subset, data_files=told).config
+    files = [Path(str(file)) for file in (config.data_files or {}).get(split, ())]
+    return files if all(file.suffix == ".parquet" for file in files) else []
 
 
 def usable_of(

@@ -7,6 +7,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from drafttrain.core.tokenizer import text_of
 from drafttrain.core.types import Decoded, DecodeStats, TargetSpec
 from drafttrain.drafters.base import Drafter
 from drafttrain.target.model import Target
@@ -44,7 +45,7 @@ class Stops:
 
     def _spelled(self, output: Sequence[int], new: Sequence[int]) -> bool:
         tail = [*output[-self.window :], *new][-self.window :]
-        text = self.tokenizer.decode(tail, skip_special_tokens=False)
+        text = text_of(self.tokenizer, tail, skip_special_tokens=False)
         return any(string in text for string in self.strings)
 
 

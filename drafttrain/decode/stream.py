@@ -5,10 +5,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from drafttrain.core.tokenizer import text_of
 from drafttrain.core.types import Decoded
 from drafttrain.decode.rows import Passes
 
@@ -54,9 +56,9 @@ class Spelling:
         The tokens before them are decoded too, as a token's text depends on them. (The decoder of
         streams in `tokenizers` raises where a target writes bytes that are no character.)
         """
-        decode = self._tokenizer.decode
-        known = decode(self.tokens[self._before : self._spelled], skip_special_tokens=True)
-        whole = decode(self.tokens[self._before :], skip_special_tokens=True)
+        decode = partial(text_of, self._tokenizer, skip_special_tokens=True)
+        known = decode(self.tokens[self._before : self._spelled])
+        whole = decode(self.tokens[self._before :])
         if len(whole) <= len(known) or (whole.endswith("\ufffd") and not at_end):
             return ""
         self._before, self._spelled = self._spelled, len(self.tokens)

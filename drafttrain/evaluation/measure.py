@@ -9,6 +9,7 @@ from typing import Any
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.tokenizer import text_of, token_ids
 from drafttrain.core.types import Decoded, MethodKey, PromptResult
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
@@ -145,7 +146,7 @@ def fitting(
     for prompt in prompts:
         # Later turns carry the answers before them, each at its longest.
         needed = len(first_turn(prompt, target, template)) + sum(
-            len(target.tokenizer(turn)["input_ids"]) + config.max_new_tokens + 16
+            len(token_ids(target.tokenizer, turn)) + config.max_new_tokens + 16
             for turn in prompt.turns[1:]
         )
         if needed <= room:
@@ -367,7 +368,7 @@ def _group(
                 about = (prompt.id, turn, prompt.task, name, block, len(asked))
                 results.append(PromptResult(*about, output.tokens, output.stats, depth))
         for place, output in zip(places, outputs[ALONE], strict=True):
-            answer = target.tokenizer.decode(output.tokens, skip_special_tokens=True)
+            answer = text_of(target.tokenizer, output.tokens, skip_special_tokens=True)
             messages[place].append(Message("assistant", answer))
     return results
 

@@ -25,6 +25,7 @@ from drafttrain.config.groups import choices, own_choices
 from drafttrain.config.overrides import UsageError, spelled
 from drafttrain.config.sections import EvaluateConfig
 from drafttrain.core.chance import SeededChance
+from drafttrain.core.tokenizer import text_of
 from drafttrain.core.types import Decoded
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.records import Message, Unusable, message_of
@@ -160,7 +161,7 @@ def generate(
     """
     answer = stream(target, drafter, prompt, seed=seed, **settings).rest()
     assert answer.decoded is not None, "it has ended"
-    text = target.tokenizer.decode(answer.decoded.tokens, skip_special_tokens=True)
+    text = text_of(target.tokenizer, answer.decoded.tokens, skip_special_tokens=True)
     return Generated(answer.decoded.tokens, answer.decoded.stats, text)
 
 

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from drafttrain.core.tokenizer import text_of, token_ids
+
 SHOWN = 5  # differing ids that a message lists
 REPLACEMENT = "\ufffd"  # the decoding of a part of a character
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
@@ -89,7 +91,7 @@ def intersection(target: Any, own: Any, target_size: int, own_size: int, who: st
     for i in theirs.keys() - partner.keys():
         ids = []
         if REPLACEMENT not in their_text[i]:
-            ids = [k for k in own.encode(their_text[i], add_special_tokens=False) if k < own_size]
+            ids = [k for k in token_ids(own, their_text[i], special=False) if k < own_size]
         spelled[i] = ids or [unknown]
     ids = sorted(partner)
     return Shared(torch.tensor(ids), torch.tensor([partner[i] for i in ids]), spelled)
@@ -98,11 +100,11 @@ def intersection(target: Any, own: Any, target_size: int, own_size: int, who: st
 def spellings(tokenizer: Any, ids: list[int]) -> dict[int, str]:
     """Return the text that each token adds when it is not the first."""
     # Decoded after another token: the first token of a text may lose its space.
-    anchor = next(iter(tokenizer.encode("a", add_special_tokens=False)), None)
+    anchor = next(iter(token_ids(tokenizer, "a", special=False)), None)
     lead = [] if anchor is None else [anchor]
     settings = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    start = len(tokenizer.decode(lead, **settings)) if lead else 0
-    return {i: tokenizer.decode([*lead, i], **settings)[start:] for i in ids}
+    start = len(text_of(tokenizer, lead, **settings)) if lead else 0
+    return {i: text_of(tokenizer, [*lead, i], **settings)[start:] for i in ids}
 
 
 def _stand_in(tokenizer: Any, size: int) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.core.tokenizer import text_of
 from drafttrain.core.types import Counters, Decoded, DecodeStats, PromptResult
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
@@ -140,7 +141,7 @@ def asked_of(
             tokens = tuple(prompt_tokens(messages, target.tokenizer, template))
             assert len(tokens) == result.num_prompt_tokens, (prompt.id, turn)
             asked.append(WitnessPrompt(prompt.id, turn, prompt.task, tokens))
-            answer = target.tokenizer.decode(result.tokens, skip_special_tokens=True)
+            answer = text_of(target.tokenizer, result.tokens, skip_special_tokens=True)
             messages.append(Message("assistant", answer))
     return asked
 

@@ -60,7 +60,7 @@ def add_to_target(
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (draft / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     for file in target.iterdir():
-        if file.name in MODEL_FILES or file.suffix == CODE:
+        if (file.name in MODEL_FILES or file.suffix == CODE) and file.is_file():
             shutil.copyfile(file, draft / file.name)
 
 

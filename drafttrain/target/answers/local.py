@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from drafttrain.core.chance import SeededChance
+from drafttrain.core.tokenizer import text_of
 from drafttrain.core.types import TargetSpec
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.prompts_to_answer import LAST, Question
@@ -146,5 +147,5 @@ def take_tokens(
     finished = bool(tokens) and tokens[-1] in spec.eos_token_ids
     answer = tokens[:-1] if finished else tokens
     # As an endpoint returns it: without the tokens that mark turns.
-    text = tokenizer.decode(list(answer), skip_special_tokens=True)
+    text = text_of(tokenizer, answer, skip_special_tokens=True)
     dialogue.take(text, tokens, len(tokens), finished)

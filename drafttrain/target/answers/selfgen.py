@@ -18,6 +18,7 @@ from torch import Tensor
 from drafttrain.core.chance import Purpose, SeededChance, draw_of
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.tokenizer import text_of, token_ids
 from drafttrain.core.types import Sample, TargetSpec
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import NothingUsable, SkipReport
@@ -119,7 +120,7 @@ def frame_of(target: Target, template: Template) -> Frame:
     form = ChatFormat(tokenizer, template)
 
     def ids(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return token_ids(tokenizer, text, special=False)
 
     opening, closing, tail = ids(form.opening), ids(form.prompt_closing), ids(form.tail)
     if not opening:
@@ -300,7 +301,7 @@ def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> 
         user = one.tokens[len(frame.opening) : one.num_prompt_tokens - len(frame.closing)]
         answer = one.tokens[one.num_prompt_tokens : len(one.tokens) - one.finished]
         messages = [
-            {"role": role, "content": tokenizer.decode(turn)}
+            {"role": role, "content": text_of(tokenizer, turn)}
             for role, turn in (("user", user), ("assistant", answer))
         ]
         records.append({"messages": messages, **vars(one)})

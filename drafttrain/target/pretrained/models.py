@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers  # lazy: the heavy parts are imported where they are first used
 
+from drafttrain.core.tokenizer import check_file, panics_as_errors
 from drafttrain.runtime.rank_process import rank
 from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.untrusted_input import read_object, shown
@@ -94,10 +95,12 @@ def load_tokenizer(config: ModelConfig) -> Any:
     ValueError if the tokenizer needs code of its own and that is not allowed.
     """
     folder = find(config, weights=False) or EMBEDDED
+    check_file(folder / "tokenizer.json", config.origin)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=config.trust_remote_code
-        )
+        with panics_as_errors(folder):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=config.trust_remote_code
+            )
     except Exception as error:  # error classes vary, and the tokenizers package raises bare ones
         raise ValueError(
             f"{config.origin}: the tokenizer cannot be loaded: {shown(error, 400)}; if it brings"

@@ -1,0 +1,78 @@
+"""Whatever a tokenizer.json says, its tokens are bounded, and its failure is one line."""
+
+import ast
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import model_config
+from test_floors import MODULES
+
+from drafttrain.core.tokenizer import encoded, text_of, token_ids
+from drafttrain.target.pretrained.models import load_tokenizer
+
+HELPLESS = {
+    "type": "Split",
+    "pattern": {"Regex": "(a+)+$"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+STAR = {"type": "Replace", "pattern": {"Regex": "."}, "content": "b" * 1_000_000}
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "a long replacement": {"normalizer": STAR},
+    "a long prefix": {"normalizer": {"type": "Prepend", "prepend": "b" * 2_000_000}},
+    "doubled 40 times": {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 40}},
+    "doubled in decoding": {"decoder": {"type": "Sequence", "decoders": [DOUBLE] * 40}},
+    "a long decoder": {"decoder": STAR},
+}
+
+
+def target(base: Path, folder: Path, changes: dict[str, Any]) -> Any:
+    shutil.copytree(base, folder, dirs_exist_ok=True)
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return load_tokenizer(model_config(folder))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_tokenizer_that_lengthens_text_without_bound_is_refused(
+    name: str, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json: .* must") as error:
+        target(tiny_target_dir, tmp_path, HOSTILE[name])
+    assert str(error.value).isprintable()
+
+
+def test_a_panic_is_one_clear_error(tiny_target_dir: Path, tmp_path: Path) -> None:
+    tokenizer = target(tiny_target_dir, tmp_path, {"pre_tokenizer": HELPLESS})
+    with pytest.raises(ValueError, match="must read any text, and failed") as error:
+        token_ids(tokenizer, "a" * 40 + "b")
+    assert str(error.value).isprintable()
+
+
+def test_the_tokens_of_a_character_are_bounded() -> None:
+    def tokenizer(texts: list[str], **_: Any) -> dict[str, Any]:
+        return {"input_ids": [[0] * 1000 * len(text) for text in texts]}
+
+    with pytest.raises(ValueError, match="at most 64 tokens for a character, got 3,000 for 3"):
+        encoded(tokenizer, ["abc"])
+
+
+def test_nothing_is_changed_for_an_honest_tokenizer(tiny_target_dir: Path) -> None:
+    tokenizer = load_tokenizer(model_config(tiny_target_dir))
+    assert token_ids(tokenizer, "Hi there") == tokenizer("Hi there")["input_ids"]
+    ids = token_ids(tokenizer, "Hi there", special=False)
+    assert text_of(tokenizer, ids) == tokenizer.decode(ids)
+
+
+def test_one_module_alone_calls_the_tokenizer() -> None:
+    called = re.compile(r"(tokenizer|own)\.(encode|decode|batch_decode)$|(^|\.)tokenizer$")
+    nodes = [(m, node) for m, source in MODULES.items() for node in ast.walk(ast.parse(source))]
+    calls = {m for m, n in nodes if isinstance(n, ast.Call) and called.search(ast.unparse(n.func))}
+    methods = re.compile(r"(tokenizer|own)\.(encode|decode|batch_decode)$")
+    uses = {m for m, n in nodes if isinstance(n, ast.Attribute) and methods.search(ast.unparse(n))}
+    assert calls | uses == {"core.tokenizer"}

@@ -1,0 +1,135 @@
+"""Files of every kind that is named are read, and none takes more than its size explains."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from test_conversations import GOOD, hub, jsonl, write
+from test_records import ROWS
+
+from drafttrain.data import files
+from drafttrain.data.conversations import read
+from drafttrain.data.skips import NothingUsable
+
+
+def parquet(file: Path, rows: list[dict[str, Any]], **options: Any) -> str:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, **options)
+    return str(file)
+
+
+def bomb(file: Path) -> str:
+    """100 texts of 15 MB in 2 kB: one text in a dictionary, named 100 times."""
+    text = pyarrow.array(["a" * (15 << 20)])
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 100, "int32"), text)
+    table = pyarrow.table({"text": column})
+    pyarrow.parquet.write_table(table, file, compression="zstd")
+    assert file.stat().st_size < 100_000
+    return str(file)
+
+
+def test_parquet_is_read_as_the_rows_it_holds(tmp_path: Path) -> None:
+    rows = [{**GOOD, "image": b"\xff"}, {**GOOD, "messages": None}]
+    path = parquet(tmp_path / "a.parquet", rows)
+    found, report = read(jsonl(path))
+    expected, _ = read(jsonl(write(tmp_path / "a.jsonl", GOOD)))
+    assert [one.messages for one in found] == [one.messages for one in expected]
+    assert (found[0].source, report.num_skipped) == (f"{path}:1", 1)
+    assert len(read(jsonl(path, limit=1))[0]) == 1
+
+
+def test_a_parquet_bomb_is_refused_in_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    folder = tmp_path / "set"
+    folder.mkdir()
+    bomb(folder / "train.parquet")
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    for config in (jsonl(str(folder), template="none"), hub(repo=str(folder), column="text")):
+        before = peak()
+        report = read(replace(config, template="none"))[1]
+        assert "expands to more than 1,000 times its size" in " ".join(report.lines())
+        assert peak() - before < 500_000  # kB
+    assert not cache.exists() or sum(f.stat().st_size for f in cache.rglob("*")) < 100_000
+
+
+def peak() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_parquet_in_a_directory_is_read_by_column(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    parquet(folder / "train.parquet", [{"a": "Hi", "b": "Yes."}])
+    found, _ = read(hub(repo=str(folder), column=None, prompt_column="a", response_column="b"))
+    assert [turn.content for turn in found[0].messages] == ["Hi", "Yes."]
+    with pytest.raises(ValueError, match=r"data.column: no column c \(there are a, b\)"):
+        read(hub(repo=str(folder), column="c"))
+
+
+@pytest.mark.parametrize("damage", [b"PAR1", b"PAR1" + b"\xff" * 100 + b"PAR1"])
+def test_a_damaged_parquet_file_is_said_in_a_line(damage: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(damage)
+    with pytest.raises(NothingUsable, match="1 x the file is damaged here") as error:
+        read(jsonl(str(tmp_path)))
+    assert str(error.value).isprintable()
+
+
+def test_zstandard_and_lines_in_a_json_file_are_read(tmp_path: Path) -> None:
+    lines = (json.dumps(GOOD) + "\n").encode() * 3
+    squeezed = pyarrow.compress(lines, codec="zstd", asbytes=True)
+    (tmp_path / "a.jsonl.zst").write_bytes(squeezed + squeezed)
+    (tmp_path / "b.json").write_bytes(lines)
+    (tmp_path / "c.json").write_text(json.dumps(ROWS[1][0]))
+    found, report = read(jsonl(str(tmp_path)))
+    assert len(found) == 10
+    assert report.num_skipped == 0
+    (tmp_path / "a.jsonl.zst").write_bytes(squeezed[:-9])
+    assert "damaged here" in " ".join(read(jsonl(str(tmp_path)))[1].lines())
+
+
+def test_a_zstandard_bomb_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SMALL", 1 << 20)
+    monkeypatch.setattr(files, "EXPANSION", 100)
+    lines = (json.dumps(GOOD) + "\n").encode() * 30_000
+    file = tmp_path / "a.jsonl.zst"
+    file.write_bytes(pyarrow.compress(lines, codec="zstd", asbytes=True))
+    report = read(jsonl(str(file)))[1]
+    assert "expands to more than 100 times" in " ".join(report.lines())
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.zip", "a.jsonl"])
+def test_a_format_that_is_not_read_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"PK\x03\x04\xff" if name != "a.csv" else b"a,b\n")
+    with pytest.raises(ValueError, match=r"of the kinds \.jsonl.*data\.repo=csv"):
+        read(jsonl(str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "broken"])
+def test_a_directory_with_something_else_than_files_is_refused_and_it_is_named(
+    kind: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "a.jsonl", GOOD)
+    (tmp_path / "c.jsonl").symlink_to(tmp_path / "a.jsonl")
+    assert len(read(jsonl(str(tmp_path)))[0]) == 2
+    other = tmp_path / "b.jsonl"
+    if kind == "pipe":
+        os.mkfifo(other)
+    else:
+        other.symlink_to("/dev/zero" if kind == "device" else "/nowhere")
+    for path in (tmp_path, other, tmp_path / "*.jsonl"):
+        if path == other and kind == "broken":
+            continue
+        with pytest.raises(ValueError, match=r"data\.path must name regular files, got .*b\.jsonl"):
+            read(jsonl(str(path)))
+    with pytest.raises(ValueError, match=r"data\.repo must name regular files, got .*b\.jsonl"):
+        read(hub(repo=str(tmp_path)))
