@@ -28,6 +28,11 @@ __version__ = "0.4.0"
 __all__ = ["evaluate", "generate", "load_drafter", "load_target", "stream"]
 
 
+def __dir__() -> list[str]:
+    """List the public names, which are imported late, and no import for types."""
+    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING"})
+
+
 def __getattr__(name: str) -> Any:
     """Import a name when it is first used, because importing torch takes seconds."""
     if name not in __all__:

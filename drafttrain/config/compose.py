@@ -157,11 +157,11 @@ def _chosen(
     run = [override.value() for override in parsed if override.key_or_group == "plan.run"]
     if run and run[-1] is not None:
         saved_run = load_config(_folder(run[-1]))
-        offered = [name for name in sections if name in groups and name in {**saved_run, **BEFORE}]
-        offer_saved(saved_run, offered, sections)
-        given = {override.key_or_group for override in parsed}
-        usual = [f"{group}={SAVED}" for group in offered if group not in given]
-        parsed, groups = [*parse(command, usual), *parsed], groups | dict.fromkeys(offered, SAVED)
+        theirs = [name for name in sections if name in groups and name in {**saved_run, **BEFORE}]
+        offer_saved(saved_run, theirs, sections)
+        chosen_here = {override.key_or_group for override in parsed}
+        usual = [f"{group}={SAVED}" for group in theirs if group not in chosen_here]
+        parsed, groups = [*parse(command, usual), *parsed], groups | dict.fromkeys(theirs, SAVED)
     if groups.get("model") != SAVED:  # a run's target keeps the name that it was trained under
         parsed = with_target(command, parsed)
     if command not in ("train", "plan") and SAVED in groups.values():

@@ -101,6 +101,12 @@ def evaluate_drafter(
     timed, name = parts.timed_drafter, parts.drafter_name
     methods = methods_of({**parts.references, name: timed}, config)
     choosing = choosing_prompts(prompts, config)
+    if choosing:
+        depths, left = ", ".join(map(str, config.every_depth)), len(prompts) - len(choosing)
+        console.print(
+            f"the report is about the fastest of depths {depths}, which is chosen on "
+            f"{len(choosing)} prompts; its numbers are of the other {left}"
+        )
     points: list[Point] = []
     base: list[PromptResult] = []  # at the depth of the report, the fastest of a sweep
     asked: list[PromptResult] = []  # at eval.depth, at which a witness drafts

@@ -12,7 +12,7 @@ from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import definitions, verdict_definition
 from drafttrain.report.metrics import SPEEDUP, columns_of, method_row, plain_row, rows_of
-from drafttrain.report.outputs import along_output
+from drafttrain.report.outputs import along_output, answer_times
 from drafttrain.report.pairs import adaptation
 from drafttrain.report.phrases import bounds, number, percent, rule_statement
 from drafttrain.report.results import (
@@ -149,6 +149,7 @@ def build_report(
         verdicts=verdicts,
         verdict=headline(verdicts["all"], target, drafter, lossless.lossless),
         adaptation=adapted,
+        answer_times=answer_times(results, drafter, resampling),
         along_output=along_output(results, drafter, resampling),
         training=training,
         published=list(published),

@@ -35,6 +35,8 @@ DEFINITIONS: dict[str, str] = {
     "timing block alone.",
     "predicted_speedup": "Tokens per pass * t_plain / (t_draft + t_verify), t_plain being the "
     "target's time for one plain step; it leaves out prefill and the loop's own time.",
+    "break_even_length": "(t_draft + t_verify) / t_plain: the acceptance length from which "
+    "speculation pays here, where every pass drafts.",
     "time_ms": "Milliseconds. draft, verify, other (the loop's own time): per target pass after "
     "the prefill; prefill: per turn. Means over passes or turns, each at the median of its kind. "
     "Plain decoding has verify (its step) and other.",

@@ -287,6 +287,7 @@ def method_row(
         for mine, theirs in zip(prompt.outputs, other.outputs, strict=True)
     ]
     times = _times(prompts)
+    needed = _break_even(times, _times(plain).verify)
     return MethodRow(
         **_sizes(prompts),
         num_drafts=counters.num_drafts,
@@ -299,7 +300,7 @@ def method_row(
         conditional_acceptance=list(map(ratio, per_position, reached)),
         tokens_per_second=Speeds(speed(rows_of(plain)), speed(rows)),
         speedup=speedup(prompts, plain, resampling),
-        predicted_speedup=_predicted(rows, times, _times(plain).verify),
+        predicted_speedup=_predicted(rows, needed),
         time_ms=times,
         repetition_rate=_repetition(rows),
         outside_repetition=_outside(rows, resampling),
@@ -310,6 +311,7 @@ def method_row(
             **untrimmed.of_vllm,
             mean_acceptance_length=untrimmed.acceptance_length,  # none of them is cut
         ),
+        break_even_length=needed,
     )
 
 
@@ -337,9 +339,13 @@ def _repetition(rows: Sequence[Measurement]) -> float | None:
     return ratio(repeated, sum(row.num_output_tokens for row in rows))
 
 
-def _predicted(rows: Sequence[Measurement], times: Times, step: float | None) -> float | None:
-    draft, verify = times.draft, times.verify
-    if draft is None or verify is None or step is None or draft + verify <= 0:
+def _break_even(times: Times, step: float | None) -> float | None:
+    """Return the tokens that a cycle must yield to take no longer than plain steps of `step` ms."""
+    if times.draft is None or times.verify is None or not step or times.draft + times.verify <= 0:
         return None
+    return (times.draft + times.verify) / step
+
+
+def _predicted(rows: Sequence[Measurement], needed: float | None) -> float | None:
     tokens, passes = (sum(column) for column in zip(*map(by_pass, rows), strict=True))
-    return tokens / passes * step / (draft + verify)
+    return None if needed is None else tokens / passes / needed

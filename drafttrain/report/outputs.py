@@ -10,12 +10,16 @@ from drafttrain.core.types import Decoded, MethodKey, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.decode.stream import ACCEPTED, BONUS, CORRECTED, UNDRAFTED, pieces_of
 from drafttrain.report.bootstrap import Resampling, interval
+from drafttrain.report.metrics import SPEEDUP
+from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.results import (
     PLAIN,
+    AnswerTimes,
     Estimate,
     Example,
     OutputBin,
     TokensByTime,
+    Waits,
     WrittenText,
 )
 
@@ -27,6 +31,7 @@ WRITERS = {
 }
 MOST_BINS = 12
 NARROWEST_BIN = 4  # positions
+SHORTEST_ANSWER = 16  # tokens, a power of two
 
 
 def first_blocks(results: Iterable[PromptResult]) -> list[PromptResult]:
@@ -65,6 +70,35 @@ def along_output(
         counted = sum(drafts), sum(accepted)
         measured = Estimate(counted[1] / counted[0], ci95)
         found.append(OutputBin(place * width, (place + 1) * width - 1, *counted, measured))
+    return found
+
+
+def answer_times(
+    results: Sequence[PromptResult], drafter: str, resampling: Resampling
+) -> list[AnswerTimes]:
+    """Return how long answers take, plain and drafted: all, and by the plain answer's length."""
+    times = PassTimes(results)
+    answers: dict[tuple[str, str, int], dict[str, PromptResult]] = {}
+    for one in first_blocks(results):
+        answers.setdefault((one.task, one.prompt_id, one.turn), {})[one.method] = one
+    bins: dict[int, list[tuple[PromptResult, PromptResult]]] = {}  # by the longest; 0: all
+    for each in sorted(answers.values(), key=lambda each: len(each[PLAIN].tokens)):
+        most = 1 << max(len(each[PLAIN].tokens) - 1, SHORTEST_ANSWER - 1).bit_length()
+        for key in (0, most):
+            bins.setdefault(key, []).append((each[PLAIN], each[drafter]))
+    found = []
+    for most, pairs in bins.items():
+        prompts: dict[tuple[str, str], np.ndarray] = {}  # the columns of SPEEDUP
+        waits = np.array([[times.waits(one) for one in pair] for pair in pairs])
+        for (plain, mine), (alone, ours) in zip(pairs, waits, strict=True):
+            sums = np.array([len(mine.tokens), ours[1], len(plain.tokens), alone[1]])
+            key = plain.task, plain.prompt_id
+            prompts[key] = prompts.get(key, 0) + sums
+        columns = dict(zip(SPEEDUP.columns, np.stack([*prompts.values()]).T.tolist(), strict=True))
+        first, last = np.percentile(waits, [50, 95], axis=0).transpose(2, 1, 0)
+        sides = [Waits(last[side].tolist(), (1000 * first[side]).tolist()) for side in (0, 1)]
+        speedup = SPEEDUP.mean([columns], resampling).estimate
+        found.append(AnswerTimes(most, len(pairs), *sides, speedup))
     return found
 
 

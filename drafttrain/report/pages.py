@@ -20,6 +20,7 @@ from drafttrain.report.phrases import (
 from drafttrain.report.results import Report
 from drafttrain.report.tables import (
     along_table,
+    answers_table,
     depth_shown,
     examples_table,
     measured_tables,
@@ -71,6 +72,7 @@ def report_document(report: Report) -> Document:
         [
             *outputs,
             *measured_tables(report),
+            *([answers_table(report.answer_times)] if report.answer_times else []),
             *report.tables,
             *([] if report.training is None else [training_table(report.training)]),
             *([published_table(report)] if report.published else []),

@@ -46,6 +46,14 @@ class PassTimes:
             parts = dict(zip(parts, [prefill, *sums], strict=True))
         return Seconds(total=sum(parts.values()), **parts)
 
+    def waits(self, result: PromptResult) -> tuple[float, float]:
+        """Return the seconds until the first and the last token, with those of a batch's others."""
+        stats = result.stats
+        if not stats.passes and stats.total_s > stats.prefill_s:  # its passes were not timed
+            return stats.prefill_s, stats.total_s
+        each = [kind[2] * sum(self._median(kind, where)) for kind, where, _ in _passes(result)]
+        return each[0], sum(each)
+
     def delay(self, result: PromptResult) -> float:
         """Return how many times as long a decoding took as its passes do in the median."""
         usual = self.seconds(result).total

@@ -251,6 +251,7 @@ class MethodRow(Sizes):
     tokens_per_pass_difference_to_ngram: Differences
     outputs_differing: Differing
     untrimmed: Untrimmed
+    break_even_length: float | None = None
 
 
 @dataclass(frozen=True)
@@ -427,6 +428,7 @@ class TaskVerdict:
     disturbed: bool = False  # its timing blocks disagree
     adaptive: bool = False  # so that depths are maxima
     statement: str = ""
+    break_even_length: float | None = None
 
 
 @dataclass(frozen=True)
@@ -593,6 +595,25 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Waits:
+    """How long one waits for answers, and for their first tokens: median and 95th percentile."""
+
+    seconds: list[Amount]
+    first_token_ms: list[Amount]
+
+
+@dataclass(frozen=True)
+class AnswerTimes:
+    """The answers whose plain ones have at most so many tokens, and more than half; 0: all."""
+
+    most_tokens: Count
+    num_answers: Count
+    plain: Waits
+    drafted: Waits
+    speedup: Estimate
+
+
+@dataclass(frozen=True)
 class OutputBin:
     """The drafts that began at positions `first` to `last` of an output."""
 
@@ -655,6 +676,7 @@ class Report:
     verdicts: dict[str, TaskVerdict]
     verdict: str
     adaptation: Adaptation | None = None
+    answer_times: list[AnswerTimes] = field(default_factory=list)
     along_output: list[OutputBin] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
     training: TrainingCurves | None = None

@@ -1,7 +1,7 @@
 """The tables of a report, laid out once each: terminal, Markdown and HTML show the same cells."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from drafttrain.report.outputs import WRITERS
 from drafttrain.report.phrases import (
@@ -20,6 +20,7 @@ from drafttrain.report.phrases import (
 from drafttrain.report.results import (
     Adaptation,
     AdaptationRow,
+    AnswerTimes,
     Badge,
     Cell,
     Certificate,
@@ -70,7 +71,7 @@ PLAIN_SPEED: Column[Timed] = (
     lambda row: speed(row.tokens_per_second.autoregressive),
 )
 SPEED: Column[Timed] = ("tokens/s drafted", lambda row: speed(row.tokens_per_second.speculative))
-SPEEDUP: Column[MethodRow] = ("speedup, 95 %", lambda row: row.speedup)
+SPEEDUP: Column[Any] = ("speedup, 95 %", lambda row: row.speedup)
 PREDICTED: Column[MethodRow] = ("predicted speedup", lambda row: number(row.predicted_speedup))
 REPEATS: Column[MethodRow] = ("text repeats", lambda row: percent(row.repetition_rate))
 
@@ -84,6 +85,7 @@ MEASURED: list[Column[MethodRow]] = [
 ]
 BRIEF: list[Column[MethodRow]] = [
     ("accept. length", lambda row: number(row.acceptance_length.micro)),
+    ("rate", lambda row: number(row.acceptance_rate)),
     ("acceptance per position", lambda row: row.acceptance_per_position),
     ("tok/s plain", PLAIN_SPEED[1]),
     ("tok/s with", SPEED[1]),
@@ -95,7 +97,7 @@ COUNTS: list[Column[MethodRow]] = [
     ("drafts", lambda row: count(row.num_drafts)),
     ("drafted", lambda row: count(row.num_draft_tokens)),
     ("accepted", lambda row: count(row.num_accepted_tokens)),
-    ("rate", lambda row: number(row.acceptance_rate)),
+    ("acceptance rate", lambda row: number(row.acceptance_rate)),
     ("draft ms", lambda row: number(row.time_ms.draft)),
     ("verify ms", lambda row: number(row.time_ms.verify)),
     ("other ms", lambda row: number(row.time_ms.other)),
@@ -109,7 +111,7 @@ OUTSIDE: list[Column[MethodRow]] = [
         "acceptance length outside, 95 %",
         lambda row: Estimate(row.outside_repetition.acceptance_length, row.outside_repetition.ci95),
     ),
-    ("rate outside", lambda row: number(row.outside_repetition.acceptance_rate)),
+    ("acceptance rate outside", lambda row: number(row.outside_repetition.acceptance_rate)),
     ("share of drafts", lambda row: percent(row.outside_repetition.share_of_drafts)),
     (
         "acceptance length minus ngram's, 95 %",
@@ -133,6 +135,14 @@ CHECKED: list[Column[Check]] = [
     ("outcome", lambda check: OUTCOMES[check.passed]),
     ("measured", lambda check: check.text),
     ("bound", lambda check: check.bound),
+]
+ANSWERED: list[Column[AnswerTimes]] = [
+    ("answers", lambda row: count(row.num_answers)),
+    ("seconds, p50, p95, plain", lambda row: _both(row.plain.seconds, 2)),
+    ("drafted", lambda row: _both(row.drafted.seconds, 2)),
+    ("first token, ms, p50, p95, plain", lambda row: _both(row.plain.first_token_ms, 1)),
+    ("drafted", lambda row: _both(row.drafted.first_token_ms, 1)),
+    SPEEDUP,
 ]
 ADAPTED: list[Column[AdaptationRow]] = [
     ("prompts", lambda row: str(row.num_prompts)),
@@ -180,6 +190,8 @@ def verdict_table(report: Report) -> Table:
         ("depth", lambda verdict: str(verdict.depth)),
         (SPEEDUP[0], lambda verdict: verdict.speedup),
         ("acceptance rate", lambda verdict: number(verdict.acceptance_rate)),
+        ("acceptance length", lambda verdict: number(verdict.acceptance_length)),
+        ("pays from length", lambda verdict: number(verdict.break_even_length)),
     ]
     currencies = [verdict.money.currency for verdict in verdicts.values() if verdict.money]
     if currencies:
@@ -246,6 +258,20 @@ def examples_table(examples: Sequence[Example]) -> Table:
     notes = [f"{writer}: {meaning}" for writer, meaning in WRITERS.items()]
     lines = [(f"{example.task}, {example.prompt_id}", example) for example in examples]
     return table("Example outputs", caption, "example", columns, lines, notes)
+
+
+def _both(percentiles: Sequence[float], digits: int) -> str:
+    return " / ".join(number(value, digits) for value in percentiles)
+
+
+def answers_table(rows: Sequence[AnswerTimes]) -> Table:
+    """Return how long answers take, plain and drafted, in all and by length."""
+    caption = (
+        "By the length of the plain answer, up to so many tokens. As one waits who asks: an answer "
+        "of a batch takes as long as the batch's passes. Median and 95th percentile."
+    )
+    lines = [(str(row.most_tokens or "all"), row) for row in rows]
+    return table("Seconds per answer", caption, "length", ANSWERED, lines)
 
 
 def along_table(bins: Sequence[OutputBin]) -> Table:

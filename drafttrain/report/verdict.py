@@ -97,11 +97,13 @@ def fastest_depth(verdict: TaskVerdict) -> str:
 
 def _statement(verdict: TaskVerdict) -> str:
     value, ci95, rate = verdict.speedup.value, verdict.speedup.ci95, verdict.acceptance_rate
+    length, pays = verdict.acceptance_length, number(verdict.break_even_length)
     if value is None:
         return f"{call(verdict)}: no speedup could be computed."
     clauses = [
         f"{call(verdict)}: {number(value)} times as fast ({bounds(ci95)})",
         *([] if rate is None else [f"acceptance rate {number(rate)}"]),
+        *([] if rate is None else [f"acceptance length {number(length)}, it pays from {pays}"]),
         *(line.rstrip(".") for line in bill(verdict)),
     ]
     if verdict.flagged:
@@ -150,7 +152,7 @@ def verdicts_of(
         decision = decide(row.speedup, settings.marginal_speedup)
         if (handicap(row) or disturbed) and decision == SPECULATE:
             decision = MARGINAL
-        if decision != UNKNOWN and not row.num_drafts:  # the target alone, measured twice
+        if row.speedup.value is not None and not row.num_drafts:  # the target alone, measured twice
             decision = DO_NOT
         verdict = TaskVerdict(
             decision=decision,
@@ -165,6 +167,7 @@ def verdicts_of(
             extra_memory=extra.at(longest[name], batch_size) if extra else None,
             flagged=bool(handicap(row)),
             disturbed=disturbed,
+            break_even_length=row.break_even_length,
         )
         found[name] = replace(verdict, statement=_statement(verdict))
     return found

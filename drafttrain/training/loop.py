@@ -1,4 +1,7 @@
-"""THE training loop: one function, for every drafter, engine and source of features."""
+"""THE training loop: one function, for every drafter, engine and source of features.
+
+`engine.losses` calls the drafter's `forward`, through DeepSpeed if that is the engine.
+"""
 
 import json
 import math

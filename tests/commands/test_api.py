@@ -198,3 +198,9 @@ def test_a_drafter_of_another_target_is_refused(target: Target) -> None:
     ngram = drafttrain.load_drafter("ngram", other)
     with pytest.raises(ValueError, match=r"must be one for .*, whose vocab_size is 97, got"):
         drafttrain.generate(target, ngram, "Hi")
+
+
+def test_a_notebook_completes_the_public_names() -> None:
+    shown = {name for name in dir(drafttrain) if not name.startswith("_")}
+    assert set(drafttrain.__all__) <= shown
+    assert not shown & {"Any", "TYPE_CHECKING"}

@@ -1,5 +1,6 @@
 """conf/ composes, types, documents itself, and says which data a target is trained on."""
 
+import re
 import shlex
 import sys
 from dataclasses import fields, replace
@@ -509,3 +510,18 @@ def test_a_target_is_named_again_by_what_it_was_told(given: list[str], told: lis
     assert told_target(model) == told
     again = typed(compose("train", told), TrainConfig).model
     assert (again.name, again.path, again.inflate) == (model.name, model.path, model.inflate)
+
+
+def test_the_comments_of_dtypes_name_their_values_and_what_auto_is() -> None:
+    told = documented(conf_dir() / "hardware" / "auto.yaml")
+    for key in ("dtype", "draft_dtype", "train_dtype", "weights_dtype"):
+        comment, value = told[key]
+        assert {"float32", "bfloat16"} <= set(re.findall(r"\w+", comment)), key
+        assert value != "auto" or "auto (" in comment, key
+    assert "bfloat16 on a GPU" in told["dtype"][0]
+
+
+def test_the_comment_of_a_sweep_says_what_it_does_to_the_report() -> None:
+    comment, _ = documented(conf_dir() / "eval" / "default.yaml")["depths"]
+    assert "about the fastest" in comment
+    assert "a third fewer" in comment

@@ -781,7 +781,7 @@ def test_the_page_escapes_all_text_and_loads_nothing(tmp_path: Path):
     markdown = (tmp_path / "report.md").read_text()
     assert "<" not in markdown
     tables = [line for line in markdown.splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {4, 6, 8, 10, 14}
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {4, 8, 10, 14}
 
 
 @pytest.fixture(scope="module")
@@ -934,12 +934,13 @@ def test_the_same_measurements_give_the_same_report(varied: dict[str, Any]):
 
 
 def test_the_terminal_table_fits_80_columns_and_has_every_row():
-    output = io.StringIO()
-    Console(file=output, width=80).print(summary_table(report_of(many_prompts(), depth=5)))
-    text = output.getvalue()
-    assert max(map(len, text.splitlines())) <= 80
+    for depth in (8, 4):
+        output = io.StringIO()
+        Console(file=output, width=80).print(summary_table(report_of(many_prompts(), depth=depth)))
+        text = output.getvalue()
+        assert max(map(len, text.splitlines())) <= 80
     assert re.search(
-        r"^ math .* \.\d\d \.\d\d \.00 \.00 \.00 .* 1\.\d\d \[1\.\d\d, 1\.\d\d\]", text, re.M
+        r"^ math .* \.\d\d \.\d\d \.00 \.00 .* 1\.\d\d \[1\.\d\d, 1\.\d\d\]", text, re.M
     )
     for words in (
         "math",
