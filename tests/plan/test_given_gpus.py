@@ -9,7 +9,7 @@ import torch
 
 from drafttrain.commands.setup import plan as planning
 from drafttrain.commands.setup.plan import foresee
-from drafttrain.config.compose import compose, typed
+from drafttrain.config.compose import compose, load_choice, typed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.runtime.ranks import ALONE
 from drafttrain.target import placement as placing
@@ -137,3 +137,53 @@ def test_without_a_gpu_the_refusal_names_the_plan_of_a_machine_that_has_some(
     command = r"`python -m drafttrain plan model=llama70b hardware=h100x8 drafter=eagle`"
     with pytest.raises(ValueError, match=command):
         planned(device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "memory", "spread"),
+    [
+        ("llama70b", 8, 79.1, 4),  # two would leave 0.13 of their memory for caches and the rest
+        ("llama70b", 0, 79.1, 4),  # without a GPU here, as on H100s
+        ("llama70b", 8, 140.0, 2),
+        ("llama8b", 8, 79.1, 1),
+        ("llama8b", 4, 16.0, 2),
+    ],
+)
+def test_serve_commands_are_for_as_many_gpus_as_hold_the_target(
+    model: str, gpus: int, memory: float, spread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given(monkeypatch, gpus, memory=memory)
+    total = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=int(memory * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
+    config, hardware = load_choice("model", model), load_choice("hardware", "auto")
+    assert planning.spread_to_serve(config, hardware, "auto") == spread
+    assert planning.spread_to_serve(config, hardware, 8) == 8, "it can be set"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "share", "visible", "spread"),
+    [
+        (8, 1, 0.8, None, 4),
+        (2, 1, 0.8, None, 2),  # no more than are there: vLLM says what does not fit
+        (8, 1, 0.4, None, 8),  # vllm.memory=0.5
+        (8, 8, 0.8, None, 1),  # each rank has one
+        (8, 8, 0.8, "4,5,6,7", 4),
+    ],
+)
+def test_an_engine_of_ours_spreads_the_target_over_the_gpus_that_hold_it(
+    gpus: int,
+    ranks: int,
+    share: float,
+    visible: str | None,
+    spread: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given(monkeypatch, gpus, ranks=ranks)
+    config = load_choice("model", "llama70b")
+    monkeypatch.setattr(placing, "weight_bytes", lambda *_: 141_107_412_992)
+    monkeypatch.setattr(placing, "load_model_config", planning.settings_of)
+    where = torch.device("cuda", 0)
+    found = placing.engine_gpus("auto", config, torch.bfloat16, where, share, visible)
+    assert found == spread
+    assert placing.engine_gpus(3, config, torch.bfloat16, where, share) == 3
+    assert placing.engine_gpus("auto", config, torch.bfloat16, torch.device("cpu"), share) == 1
