@@ -9,6 +9,7 @@ import torch
 
 from drafttrain.commands.setup import plan as planning
 from drafttrain.commands.setup.plan import foresee
+from drafttrain.commands.train import intentions
 from drafttrain.config.compose import compose, load_choice, typed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.runtime.ranks import ALONE
@@ -187,3 +188,16 @@ def test_an_engine_of_ours_spreads_the_target_over_the_gpus_that_hold_it(
     assert found == spread
     assert placing.engine_gpus(3, config, torch.bfloat16, where, share) == 3
     assert placing.engine_gpus("auto", config, torch.bfloat16, torch.device("cpu"), share) == 1
+
+
+def test_a_run_on_another_models_answers_says_how_to_get_the_targets_own() -> None:
+    (line,) = [line for line in intentions(configured()) if "another's" in line]
+    assert line.startswith(
+        "  the answers of data=ultrachat are another's; training on the target's"
+    )
+    assert line.endswith(": python -m drafttrain regenerate data=ultrachat model=llama70b")
+    own = configured("data=hub", "data.repo=ada/chats")
+    assert any("regenerate data=hub data.repo=ada/chats" in line for line in intentions(own))
+    for data in ("data=selfgen", "data=jsonl data.path=own.jsonl"):
+        config = configured(*data.split())
+        assert not any("another's" in line for line in intentions(config)), data

@@ -198,7 +198,7 @@ def job_of(
         if spread == AUTO:  # as `engine_gpus` chooses
             share, heads = SERVING_SHARE * engine.memory, shape.num_attention_heads
             enough = gpus_to_serve(target_bytes, chip.memory, heads, share)
-            spread = min(enough, gpus) if ranks == 1 else 1
+            spread = min(enough, max(1, gpus)) if ranks == 1 else 1
         engine_bytes = max(engine.memory * chip.memory, target_bytes / spread)
     if chip.is_cpu:
         engine_bytes = target_bytes + engine.cpu_cache * GIB
