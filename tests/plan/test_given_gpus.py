@@ -12,6 +12,8 @@ from drafttrain.commands.setup.plan import foresee
 from drafttrain.commands.train import intentions
 from drafttrain.config.compose import compose, load_choice, typed
 from drafttrain.config.sections import TrainConfig
+from drafttrain.plan.pages import what
+from drafttrain.report.tables import texts
 from drafttrain.runtime.ranks import ALONE
 from drafttrain.target import placement as placing
 from drafttrain.target.placement import Placement
@@ -67,11 +69,11 @@ def test_two_gpus_cannot_hold_it_and_are_refused_before_anything_is_downloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given(monkeypatch, 2, ranks=2)
-    with pytest.raises(ValueError, match=r"at least 93\.3 GiB where each h100 has 79\.1") as error:
+    with pytest.raises(ValueError, match=r"at least 89\.6 GiB where each h100 has 79\.1") as error:
         planned()
     assert "hardware.target_placement=device_map fits, in one process" in str(error.value)
     given(monkeypatch, 2, host=20, ranks=2)
-    with pytest.raises(ValueError, match=r"at least 93\.3 GiB") as error:
+    with pytest.raises(ValueError, match=r"at least 89\.6 GiB") as error:
         planned()
     assert "device_map" not in str(error.value), "20 GiB of host cannot take the other layers"
 
@@ -201,3 +203,34 @@ def test_a_run_on_another_models_answers_says_how_to_get_the_targets_own() -> No
     for data in ("data=selfgen", "data=jsonl data.path=own.jsonl"):
         config = configured(*data.split())
         assert not any("another's" in line for line in intentions(config)), data
+
+
+def test_muon_is_planned_by_its_products_and_its_state() -> None:
+    """A 70B's EAGLE: 193 TFLOP in Newton-Schulz, a momentum of four bytes instead of two."""
+    said = ["model=llama70b", "drafter=eagle", "hardware=h100x8"]
+    muon, adamw = (
+        planning.plan_of(typed(compose("plan", [*said, *more]), planning.PlanConfig))[0]
+        for more in ([], ["optimizer=adamw"])
+    )
+    parts = muon.job.parts
+    assert parts.muon_flops == pytest.approx(193e12, rel=0.01)
+    more = muon.chosen.speed.optimizer_s - adamw.chosen.speed.optimizer_s
+    assert more == pytest.approx(parts.muon_flops / (0.4 * 989.4e12))
+    held = [plan.chosen.memory.parts["moments"] for plan in (adamw, muon)]
+    assert held[0] - held[1] == 4 * parts.num_muon
+    assert parts.num_muon == pytest.approx(parts.num_trained, rel=0.001)
+
+
+def test_plan_says_disk_login_epochs_and_what_evaluating_takes() -> None:
+    said = ["model=llama70b", "drafter=eagle", "hardware=h100x8", "plan.tokens=262144000"]
+    plan = planning.plan_of(typed(compose("plan", said), planning.PlanConfig))[0]
+    rows = {row[0]: row[1:] for row in texts(what(plan))}
+    assert rows["weights, on disk"] == [
+        "141 GB",
+        "from meta-llama/Llama-3.3-70B-Instruct, gated: needs a login (hf auth login)",
+    ]
+    assert rows["checkpoints, on disk"][0] == "23.8 GB"  # three of weights and Muon's momentum
+    assert rows["training"][1].endswith("; 5.00 epochs")
+    assert rows["evaluating"] == ["131 GiB", "and 263 GiB for a float32 copy, where that fits"]
+    plan = planning.plan_of(typed(compose("plan", said[:3]), planning.PlanConfig))[0]
+    assert "plan.tokens tells how many epochs that is" in str(texts(what(plan)))

@@ -42,7 +42,7 @@ from drafttrain.target.placement import (
     gpus_to_serve,
     placement_of,
 )
-from drafttrain.target.pretrained.config import ModelConfig
+from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.store.config import StoredFeaturesConfig
 
 SETTLING = 2  # first lines of metrics, left out: the run still compiles and fills caches
@@ -216,8 +216,11 @@ def job_of(
         load=load,
         chip=chip,
         max_steps=trainer.max_steps,
+        muon=config.optimizer.muon,
         data_tokens=None if conversations is None else conversations * length,
         target_bytes=target_bytes,
+        origin=_origin(model),
+        checkpoints=trainer.keep_checkpoints + 1,
         placement=placement,
         gpus=1 if chip.is_cpu else max(1, gpus),
         maps=1 if alone else ranks,
@@ -225,6 +228,13 @@ def job_of(
         engine_bytes=engine_bytes,
         price_per_hour=chip.price_per_hour if price is None else price,
     )
+
+
+def _origin(model: ModelConfig) -> str:
+    if isinstance(model, RandomModelConfig) or model.path or model.repo is None:
+        return ""
+    gated = (model.shape or {}).get("of") == model.repo and (model.shape or {}).get("gated")
+    return model.repo + (", gated: needs a login (hf auth login)" if gated else "")
 
 
 def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> tuple[int, int]:
