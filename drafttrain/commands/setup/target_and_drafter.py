@@ -32,6 +32,7 @@ from drafttrain.runtime.hardware import DecodeChoice, choose_decoding, dtype_nam
 from drafttrain.runtime.lock import alone, holder_of
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
+from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.untrusted_input import UntrustedError, read_typed, shown
 from drafttrain.target.answers.selfgen import selfgen
