@@ -9,6 +9,7 @@ import torch
 
 from drafttrain.commands.setup.evaluation import NO_DEPTH_PAYS, chosen_by_tune
 from drafttrain.commands.setup.own_layouts import own_layouts
+from drafttrain.commands.setup.plan import spread_to_serve
 from drafttrain.commands.setup.target_and_drafter import (
     GivenDrafter,
     change_target,
@@ -54,6 +55,8 @@ def export(config: ExportConfig) -> None:
     else:
         wanted = _of_run(config)
     place = wanted.place
+    spread = spread_to_serve(config.model, config.hardware, settings.tensor_parallel)
+    settings = replace(wanted.settings, tensor_parallel=spread)
     name = served_as(config.model)
     # The folder is replaced as a whole, and a lock inside it would be replaced too.
     with hold(place, "export.dir", "export", console.print, file=beside(place)):
@@ -62,7 +65,7 @@ def export(config: ExportConfig) -> None:
                 wanted.drafter.eval(),
                 name,
                 place,
-                wanted.settings,
+                settings,
                 wanted.card,
                 lambda: load_tokenizer(config.model),
                 measure=partial(_measured, config, wanted) if settings.measured_prompts else None,

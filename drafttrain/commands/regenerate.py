@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from drafttrain.target.answers.config import OPENAI, VLLM
 from drafttrain.target.answers.endpoint import by_endpoint, served_by
 from drafttrain.target.answers.local import by_transformers, by_vllm
 from drafttrain.target.describe import open_target
+from drafttrain.target.placement import SERVING_SHARE, engine_gpus
 from drafttrain.target.pretrained.ends import directory
 from drafttrain.target.pretrained.models import fingerprint, load_tokenizer
 from drafttrain.target.vllm.engine import VllmEngine
@@ -162,11 +164,14 @@ def _engine(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterat
     require_template(tokenizer)
     room = room_of(config, spec)
     console.print("starting vLLM")
+    vllm, where = config.vllm, torch.device(device)
+    asked, share = vllm.tensor_parallel, SERVING_SHARE * vllm.memory
+    spread = engine_gpus(asked, model, dtype, where, share, vllm.devices)
     with VllmEngine(
         directory(model),
-        config.vllm,
+        replace(vllm, tensor_parallel=spread),
         dtype=dtype_name(dtype),
-        device=torch.device(device).type,
+        device=where.type,
         longest=room,
         folder=Path(settings.dir) / f"{Path(settings.out).stem}.vllm",
         trust_remote_code=model.trust_remote_code,

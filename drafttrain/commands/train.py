@@ -11,11 +11,12 @@ from drafttrain.commands.setup.init_from import keep_start, starting_point
 from drafttrain.commands.setup.plan import foresee
 from drafttrain.commands.setup.target_and_drafter import source_of_features
 from drafttrain.commands.setup.training import first_weights, gather, validation_of
-from drafttrain.config.groups import follow_up
+from drafttrain.config.groups import follow_up, told_target
 from drafttrain.config.resume import check_resumed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.data.batches import Batches
+from drafttrain.data.conversations import HubConfig
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.report.curves import target_lines
 from drafttrain.report.phrases import tuned_statement
@@ -43,6 +44,7 @@ from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import METRICS_FILE, open_tracker, read_metrics, require_tracker
+from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.training.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.build import build_engine
@@ -229,13 +231,21 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
 def intentions(config: TrainConfig) -> list[str]:
     """Return what `train` is about to do, before anything is loaded."""
     model, trainer, hardware = config.model, config.trainer, config.hardware
-    return [
+    lines = [
         f"drafttrain {__version__}: train {config.drafter.name} for {model.name} ({model.origin})",
         f"  data={config.data.name}  features={config.features.name}  {_sizes(trainer)}  "
         f"optimizer={config.optimizer.name}  hardware={hardware.name}  "
         f"deepspeed={config.deepspeed.name}",
         f"  run folder: {config.run.dir}",
     ]
+    if isinstance(config.data, HubConfig) and not isinstance(config.features, StoredFeaturesConfig):
+        repo = [f"data.repo={config.data.repo}"] if config.data.name == "hub" else []
+        asked = [f"data={config.data.name}", *repo, *told_target(model)]
+        lines += [
+            f"  the answers of data={config.data.name} are another's; training on the target's "
+            f"own gives longer drafts: {follow_up('regenerate', *asked)}"
+        ]
+    return lines
 
 
 def _sizes(trainer: TrainerConfig) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafttrain.core.sampling_config import SMALLEST_TEMPERATURE, Sampling
 from drafttrain.data.suites import PromptSource
-from drafttrain.runtime.settings import AUTO, Settings
+from drafttrain.runtime.settings import AUTO, Settings, counts
 from drafttrain.runtime.untrusted_input import folder_name
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ MOST_NODES = 1024  # of a tree
 # Keys of `eval` that no measurement depends on.
 REPORTED = (
     *("name", "overwrite", "resamples", "certify", "lossless_prompts", "temperatures"),
-    *("batch_sizes", "engine", "vllm_python", "vllm_batch_sizes"),
+    *("batch_sizes", "engine", "vllm_python", "vllm_batch_sizes", "vllm_tensor_parallel"),
     *("marginal_speedup", "price_per_hour", "currency"),
 )
 
@@ -77,6 +77,7 @@ class EvalConfig(Settings):
     two_model: str | None
     engine: str
     vllm_python: str | None
+    vllm_tensor_parallel: Any  # a number, or AUTO
     vllm_batch_sizes: list[int]
     depths: list[int]
     temperatures: list[float]
@@ -99,6 +100,7 @@ class EvalConfig(Settings):
             self.require(key, positive, "be numbers of at least 1")
             self.require(key, len(set(values)) == len(values), "be distinct values")
         wanted, sizes = self.prompts_per_task, self.vllm_batch_sizes
+        spread = self.vllm_tensor_parallel
         ranges = {
             "repeats": (f"in 1..eval.blocks ({self.blocks})", 1 <= self.repeats <= self.blocks),
             "prompts_per_task": ("at least 1 or null", wanted is None or wanted >= 1),
@@ -107,6 +109,7 @@ class EvalConfig(Settings):
             "policy": (f"one of {', '.join(POLICIES)}", self.policy in POLICIES),
             "lossless_prompts": ("at least 0", self.lossless_prompts >= 0),
             "engine": (f"one of {', '.join(ENGINES)}", self.engine in ENGINES),
+            "vllm_tensor_parallel": (f"at least 1, or {AUTO}", spread == AUTO or counts(spread)),
             "vllm_batch_sizes": ("numbers from 1 on", bool(sizes) and min(sizes) >= 1),
             "resamples": ("at least 100", self.resamples >= 100),
             "typical_epsilon": ("between 0 and 1", 0 < self.typical_epsilon < 1),

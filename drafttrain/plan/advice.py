@@ -41,6 +41,7 @@ class Plan:
     job: Job
     chosen: Cost
     others: tuple[Cost, ...]
+    given_tokens: int | None  # of the data, by plan.tokens
     store_tokens: int
     depth: int  # while serving: as asked for, or as deep as the drafter goes
     measured: str  # whose acceptance length is counted with; "": an assumed one
@@ -75,6 +76,7 @@ def build_plan(
         job=job,
         chosen=cost(job, place(job, sharding, placement)),
         others=tuple(cost(job, memory_of(job, *way)) for way in ways),
+        given_tokens=settings.tokens,
         store_tokens=settings.tokens or once,
         depth=depth,
         measured=measured,
@@ -153,6 +155,8 @@ def ways_that_fit(plan: Plan) -> Iterator[str]:
         for sharding, placement in ways:
             parts = [OVERRIDES[placement]] if placement != mine.placement else []
             parts += [f"deepspeed={sharding.name}"] if sharding != mine.sharding else []
+            if job.muon and sharding.stage is not None:
+                parts += ["optimizer=adamw"]  # DeepSpeed has no Muon
             if parts:
                 yield " ".join([*parts, extra]).strip()
         if ways:

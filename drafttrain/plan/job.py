@@ -21,6 +21,7 @@ class Job:
     load: Load
     chip: Accelerator
     max_steps: int
+    muon: bool  # else AdamW updates every weight
     data_tokens: int | None  # different ones, at most; None: not known without the data
     target_bytes: float
     placement: Placement  # of the target in the training processes, as the run chooses it
@@ -29,6 +30,8 @@ class Job:
     host_room: float  # bytes of the host for layers that fit on no accelerator
     engine_bytes: float  # that vLLM takes of each accelerator, where the target is placed there
     price_per_hour: float
+    origin: str  # of the target's weights on the Hub, with what they need; "" where they are here
+    checkpoints: int  # on the disk: those that are kept, and the best
 
     @property
     def trained_tokens(self) -> int:
@@ -46,6 +49,13 @@ class Job:
         gpus = self.gpus if self.maps == 1 else 1
         each = min(self.target_bytes / gpus, TARGET_SHARE * self.chip.memory)
         return each, (self.target_bytes - gpus * each) * self.maps
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """Bytes of a checkpoint: weights and the optimizer's state, in float32."""
+        parts = self.parts
+        moments = 2 * parts.num_trained - (parts.num_muon if self.muon else 0)
+        return 4.0 * (parts.num_served + moments + parts.num_trained * self.load.averaged)
 
     @property
     def machine(self) -> str:

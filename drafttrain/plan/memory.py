@@ -108,9 +108,10 @@ def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
         found["gathered"] = live * ((target_bytes - table) / shape.num_layers)
         found["readout"] = table if ranks > 1 else 0.0
     step = parts.step(load.checkpointing)
-    found |= training_bytes(parts, sharding, ranks, load.low, load.averaged) | {
-        "copies": step.copies
-    }
+    found |= training_bytes(parts, sharding, ranks, load.low, load.averaged)
+    if job.muon and sharding.stage is None:  # DeepSpeed has AdamW alone
+        found["moments"] -= 4.0 * parts.num_muon
+    found["copies"] = step.copies
     found["features"] = job.token_bytes * load.tokens
     theirs = 0.0 if placement in ("stored", "vllm") else target_activations(shape, load)
     found["working"] = max(step.peak(load.tokens), theirs)
@@ -176,8 +177,8 @@ def training_bytes(
 ) -> dict[str, float]:
     """Return the drafter's weights, gradients and optimizer state on one rank.
 
-    Weights, AdamW's moments and their average are float32 (Muon's state is smaller, which is not
-    counted); low: weights are bfloat16, with float32 masters. averaged: a moving average of the
+    Weights, AdamW's moments and their average are float32 (`memory_of` takes off what Muon does
+    without); low: weights are bfloat16, with float32 masters. averaged: a moving average of the
     weights is kept. ZeRO 1 and 2 shard the moments and keep float32 masters of their own share of
     the weights; 2 shards gradients too; 3 also weights, with the two largest whole at a time.
     Copies of the target's weights are float32 and whole.

@@ -172,12 +172,31 @@ def what(plan: Plan) -> Table:
         "features, stored": (disk(job.token_bytes * plan.store_tokens), stored),
         "training": (
             f"{count(job.trained_tokens)} tokens",
-            f"{job.max_steps:,} steps of {job.load.tokens_per_step:,}",
+            f"{job.max_steps:,} steps of {job.load.tokens_per_step:,}; {_epochs(plan)}",
+        ),
+        "checkpoints, on disk": (
+            disk(job.checkpoints * job.checkpoint_bytes),
+            f"{job.checkpoints} of {disk(job.checkpoint_bytes)}",
+        ),
+        "evaluating": (
+            gib(job.target_bytes),
+            f"and {gib(4 * job.shape.num_parameters)} for a float32 copy, where that fits",
         ),
         "serving the drafter": (f"{gib(host.drafter_bytes)} more", cache),
     }
+    if job.origin:
+        rows["weights, on disk"] = (disk(job.shape.bytes(2, None)), f"from {job.origin}")
     cells = [[name, *texts] for name, texts in rows.items()]
     return Table("What is planned", "", ["", "", ""], cells, [])
+
+
+def _epochs(plan: Plan) -> str:
+    """Return how often the data is read, as far as its size is known without reading it."""
+    known = plan.given_tokens or plan.job.data_tokens
+    if known is None:
+        return "plan.tokens tells how many epochs that is"
+    least = "" if plan.given_tokens else "at least "
+    return f"{least}{three(plan.job.trained_tokens / known)} epochs"
 
 
 def components(plan: Plan, placement: str) -> Table:

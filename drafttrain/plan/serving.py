@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.job import Job
 from drafttrain.plan.trace import Pass
+from drafttrain.target.placement import gpus_to_serve
 
 DEEPEST = 8  # of the chains that are compared for the best depth
 LARGEST_BATCH = 4096
-ROOM = 0.8  # of the memory: weights may take this much, the rest is for the cache
 FILLED = 0.9  # of the memory: what engines fill with weights and cache; the rest is work space
-SPREADS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,9 @@ class Host:
 
 def host_of(job: Job, settings: PlanSettings) -> Host:
     """Return target and drafter on as few accelerators (1, 2, 4, ...) as hold them with room."""
-    enough = [n for n in SPREADS if job.target_bytes <= n * job.chip.memory * ROOM]
-    return Host(job, settings.context, settings.serving_gpus or [*enough, SPREADS[-1]][0])
+    heads = job.shape.num_attention_heads
+    enough = gpus_to_serve(job.target_bytes, job.chip.memory, heads)
+    return Host(job, settings.context, settings.serving_gpus or enough)
 
 
 def accepted(rate: float, length: float | None, at: int, depth: int) -> float:

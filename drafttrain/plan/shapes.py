@@ -130,6 +130,7 @@ def settings_of(config: ModelConfig) -> Any:
     elif config.path or config.embedded:
         folder = Path(config.path).expanduser() if config.path else EMBEDDED
     elif sizes.pop("of", None) == config.repo:
+        sizes.pop("gated", None)
         for key in [key for key in SIZES if sizes.get(key) is None]:
             raise UnknownCostError(f"model.shape must state {key}")
         for key in sizes.keys() - {*SIZES, *BIASES}:

@@ -91,6 +91,8 @@ def throughput(job: Job, placement: str, stored: bool) -> Throughput:
     bound = max(waits, key=lambda name: waits[name])
     # AdamW reads weight, gradient and both moments and writes all but the gradient: 28 bytes.
     update = 28 * job.parts.num_trained / bandwidth
+    if job.muon:  # on every rank; its products are in bfloat16
+        update += job.parts.muon_flops / (chip.flops["bfloat16"] * chip.efficiency)
     if ranks > 1:
         update += 2 * 4 * job.parts.num_trained * (ranks - 1) / ranks / link
     drafting = load.tokens_per_step / ranks * drafter_flops / speed

@@ -23,6 +23,7 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, TargetFeatures, TargetSpec, weighted_sum
 from drafttrain.drafters.base import Drafter, DrafterConfig, TrainingChance, draft_vocab_size
 from drafttrain.runtime.untrusted_input import shown
+from drafttrain.training.engine.optimizer import muon_matrices, newton_schulz_flops
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -119,6 +120,8 @@ class DrafterCost:
 
     num_parameters: int
     num_trained: int
+    num_muon: int  # of the trained, those that Muon would update
+    muon_flops: float  # of its update
     num_copied: int  # numbers of the target's matrices that it has copies of, as buffers
     num_kept: int  # those of them that it drafts with, and saves
     largest: int  # weights of its largest tensor
@@ -309,15 +312,20 @@ def trace(
             _outline(drafter, dtype)
             return _draft(drafter, dtype)
 
+    vocab = draft_vocab_size(drafter)
+    trained = [p for p in drafter.parameters() if p.requires_grad]
+    by_muon = muon_matrices(trained, {spec.vocab_size, vocab})
     step(False)
     return DrafterCost(
         num_parameters=sum(sizes),
-        num_trained=sum(p.numel() for p in drafter.parameters() if p.requires_grad),
+        num_trained=sum(p.numel() for p in trained),
+        num_muon=sum(p.numel() for p in by_muon),
+        muon_flops=sum(newton_schulz_flops(*p.shape) for p in by_muon),
         num_copied=sum(b.numel() for b in drafter.buffers() if b.dim() > 1),
         num_kept=sum(b.numel() for n, b in drafter.named_buffers() if n in saved and b.dim() > 1),
         largest=max(sizes),
         captures=drafter.captures,
-        draft_vocab=draft_vocab_size(drafter),
+        draft_vocab=vocab,
         max_depth=drafter.max_depth,
         draft=draft,
         step=step,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from drafttrain.report.phrases import number
-from drafttrain.report.results import Prediction, Report, WitnessSection
+from drafttrain.report.results import EXACT_DTYPES, Prediction, Report, WitnessSection
 from drafttrain.report.tables import witness_table
 
 WANTED = 0.15  # how far a predicted speedup may be from the measured one
@@ -18,7 +18,9 @@ DEFINITIONS = {
     "Batches of prompts went through both engines in turns, unless it says one after the other.",
     "agreement": "Greedily in float32 at batch 1, every output's tokens and counters (drafts, "
     "drafted, accepted, accepted by position) are vLLM's and ours alike; or the outputs part where "
-    "the target's two best logits are a near tie (a gap of at most 0.001, audited by our target).",
+    "the target's two best logits are a near tie (a gap of at most 0.001, audited by our target). "
+    "Without room for float32: tokens alone, in the served dtype, where a near tie is a gap of at "
+    "most twice the rounding noise.",
     "prediction": "tokens_per_pass * t_plain / t_cycle. t_plain, t_cycle: vLLM's time of a plain "
     "step and of one cycle of draft and verification, after the prefill, on every third output; "
     "tokens_per_pass: our loop's, on the others; measured: vLLM's speedup on the others. "
@@ -26,11 +28,11 @@ DEFINITIONS = {
 }
 
 
-def agreement_statement(num_outputs: int, num_equal: int, num_ties: int) -> str:
+def agreement_statement(num_outputs: int, num_equal: int, num_ties: int, dtype: str) -> str:
     """Return one sentence on whether vLLM's counts are ours."""
+    what = "tokens and counters" if dtype in EXACT_DTYPES else "tokens"
     statement = (
-        f"{num_equal} of {num_outputs} greedy outputs in float32 have vLLM's tokens and counters "
-        "and ours alike"
+        f"{num_equal} of {num_outputs} greedy outputs in {dtype} have vLLM's {what} and ours alike"
     )
     if others := num_outputs - num_equal:
         statement += f"; {num_ties} of the other {others} part at a near tie of the target"

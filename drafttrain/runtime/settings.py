@@ -7,6 +7,11 @@ from drafttrain.runtime.untrusted_input import shown
 AUTO = "auto"  # the value of a setting that is chosen later
 
 
+def counts(value: object) -> bool:
+    """Whether a setting is a whole number of at least 1."""
+    return type(value) is int and value >= 1
+
+
 def require(holds: bool, key: str, need: str, got: object, remedy: str = "") -> None:
     """Raise ValueError unless a setting holds what it needs: "be at least 1"."""
     if not holds:

@@ -10,6 +10,7 @@ import torch
 from rich import filesize
 
 from drafttrain.runtime.ranks import Ranks
+from drafttrain.runtime.settings import AUTO
 from drafttrain.target.device_map import load_spread
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
@@ -19,6 +20,8 @@ from drafttrain.target.sharded import load_sharded
 
 # The share of free memory that a target may take: features, logits and the drafter need the rest.
 TARGET_SHARE = 0.7
+SERVING_SHARE = 0.8  # of the memory: weights may take this much, an engine's cache has the rest
+SPREADS = (1, 2, 4, 8, 16, 32)  # GPUs that an engine spreads a target over
 # With vllm, an engine besides this target gives the features, and this target goes as with auto.
 CHOSEN = ("auto", "vllm")
 CGROUP = Path("/sys/fs/cgroup")
@@ -109,6 +112,39 @@ def room_of(device: torch.device) -> dict[int | str, int]:
             room[number] = int(TARGET_SHARE * free_bytes(torch.device("cuda", number)))
     room["cpu"] = int(TARGET_SHARE * free_bytes(torch.device("cpu")))
     return room
+
+
+def gpus_to_serve(size: float, memory: float, heads: int, share: float = SERVING_SHARE) -> int:
+    """Return on how many GPUs an engine spreads a target: the fewest that hold `size` bytes.
+
+    memory: bytes of a GPU, of which weights may take `share`. heads: of attention, which engines
+    deal out equally.
+    """
+    able = [number for number in SPREADS if heads % number == 0]
+    return next((number for number in able if size <= number * memory * share), able[-1])
+
+
+def engine_gpus(
+    asked: int | str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    share: float,
+    visible: str | None = None,
+) -> int:
+    """Return on how many GPUs an engine of this process spreads a target: as asked, or by its size.
+
+    share: of each GPU, which weights may take. visible: the engine's GPUs, as CUDA_VISIBLE_DEVICES
+    spells them; None: those of this process. One rank of several has its own GPU alone.
+    """
+    if asked != AUTO or device.type == "cpu":
+        return 1 if asked == AUTO else int(asked)
+    here = torch.cuda.device_count() if visible is None else len(visible.split(","))
+    here = here if _processes_here() == 1 or visible is not None else 1
+    text = load_model_config(config).get_text_config(decoder=True)
+    memory = torch.cuda.get_device_properties(device).total_memory
+    heads = text.num_attention_heads
+    return min(here, gpus_to_serve(weight_bytes(config, dtype), memory, heads, share))
 
 
 def room_for(config: ModelConfig, device: torch.device) -> int:

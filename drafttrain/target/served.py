@@ -15,6 +15,7 @@ from drafttrain.core.types import Batch, TargetFeatures, TargetSpec
 from drafttrain.data.batches import documents_of
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.target.describe import open_target, read_out, with_fingerprint
+from drafttrain.target.placement import SERVING_SHARE, engine_gpus
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.ends import directory, load_ends
 from drafttrain.target.pretrained.limits import final_norm_of
@@ -146,6 +147,10 @@ def open_served(
     model = load_ends(config, model_config, dtype, device)
     spec.check_layers(captures)
     where = torch.device(device)
+    spread = engine_gpus(
+        vllm.tensor_parallel, config, dtype, where, SERVING_SHARE * vllm.memory, vllm.devices
+    )
+    vllm = replace(vllm, tensor_parallel=spread)
     if where.type == "cuda" and vllm.devices is None and vllm.tensor_parallel == 1:
         vllm = replace(vllm, devices=visible_name(where.index or 0))
     engine = VllmEngine(

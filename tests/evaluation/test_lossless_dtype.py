@@ -59,7 +59,7 @@ def test_without_room_it_is_checked_as_served_with_a_tolerance_that_is_said(
     assert check.divergences, "else the tolerance is not tried here"
     assert "the others but for choices within twice its rounding noise" in check.statement
     assert not any(flag.kind == "lossless" for flag in report.flags)
-    note = next(note for note in report.notes if "float32 copy" in note)
+    note = next(note for note in report.notes if "float32 takes" in note)
     assert "checked in bfloat16" in note
     assert "takes 54.0 MiB more, and there is room for 40.1 MiB" in note
 

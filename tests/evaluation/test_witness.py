@@ -26,6 +26,7 @@ from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.witness.compare import (
+    TIE_GAP,
     Ours,
     compare_with_ours,
     predict,
@@ -154,6 +155,7 @@ def test_the_request_says_all_that_the_worker_needs(tmp_path: Path) -> None:
     ask(replay(tmp_path, whole(*answer)), tmp_path, batch_sizes=(1,), lookup=(1, 3))
     request = json.loads((tmp_path / "vllm" / "vllm_request.json").read_text())
     assert request["max_model_len"] == 3 + LIMIT + DEPTH + 1
+    assert request["tensor_parallel"] == 1
     assert request["stop_tokens"] == [5]
     assert request["speculative_config"] == {
         "method": "ngram",
@@ -300,7 +302,7 @@ def one(tokens: tuple[int, ...], counters: Counters) -> Ours:
     return Ours("p", tokens, counters, 1)
 
 
-def never(place: int, position: int) -> float:
+def never(place: int, position: int) -> tuple[float, float]:
     raise AssertionError("nothing to audit")
 
 
@@ -322,9 +324,9 @@ def test_other_counters_on_the_same_text_are_no_tie() -> None:
 def test_a_divergence_is_excused_by_a_near_tie_alone(gap: float, tie: bool) -> None:
     asked: list[tuple[int, int]] = []
 
-    def gap_at(place: int, position: int) -> float:
+    def gap_at(place: int, position: int) -> tuple[float, float]:
         asked.append((place, position))
-        return gap
+        return gap, TIE_GAP
 
     same = Counters(1, 3, 1, [1, 0, 0])
     ours = [one((1, 2), same), one((1, 2, 3), same)]
@@ -341,6 +343,14 @@ def test_an_output_that_ended_early_is_no_tie() -> None:
     found = compare_with_ours([one((1, 2, 3), same)], [[1, 2]], [same], never)
     assert not found.holds
     assert found.disagreements[0].position == 2
+
+
+def test_below_float32_tokens_alone_are_compared() -> None:
+    ours = [one((1, 2), Counters(1, 3, 1, [1, 0, 0]))]
+    other = [Counters(1, 3, 0, [0, 0, 0])]
+    found = compare_with_ours(ours, [[1, 2]], other, never, "bfloat16")
+    assert found.holds
+    assert found.statement == "1 of 1 greedy outputs in bfloat16 have vLLM's tokens and ours alike."
 
 
 # Predicting

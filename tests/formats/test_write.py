@@ -671,6 +671,19 @@ def test_serve_commands_name_target_drafter_method_and_depth(tmp_path: Path) -> 
     assert "No SGLang command: SGLang 0.5.23 has no Medusa." in pushed.notes
 
 
+@pytest.mark.parametrize("kind", ["vllm", "speculators"])
+def test_every_serve_command_spreads_a_large_target_over_gpus(kind: str, tmp_path: Path) -> None:
+    done = export(drafter_of("eagle3"), tmp_path / "spread", format=kind, tensor_parallel=4)
+    commands = {**done.commands, "card": (tmp_path / "spread" / "README.md").read_text()}
+    assert done.commands["vLLM"].endswith(" --tensor-parallel-size 4")
+    assert " --tensor-parallel-size 4\n" in commands["card"]
+    if kind == "vllm":
+        assert done.commands["SGLang"].endswith(" --tp-size 4")
+    assert any("spread over 4 GPUs; export.tensor_parallel" in note for note in done.notes)
+    alone = export(drafter_of("eagle3"), tmp_path / "alone", format=kind, tensor_parallel=1)
+    assert "parallel-size" not in " ".join(alone.commands.values())
+
+
 @pytest.mark.parametrize("path", ["eagle-x", "my-EAGLE3", "dflash", "dspark-1"])
 def test_a_path_by_which_vllm_would_choose_another_method_is_refused(
     path: str, tmp_path: Path

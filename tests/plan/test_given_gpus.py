@@ -9,8 +9,11 @@ import torch
 
 from drafttrain.commands.setup import plan as planning
 from drafttrain.commands.setup.plan import foresee
-from drafttrain.config.compose import compose, typed
+from drafttrain.commands.train import intentions
+from drafttrain.config.compose import compose, load_choice, typed
 from drafttrain.config.sections import TrainConfig
+from drafttrain.plan.pages import what
+from drafttrain.report.tables import texts
 from drafttrain.runtime.ranks import ALONE
 from drafttrain.target import placement as placing
 from drafttrain.target.placement import Placement
@@ -66,11 +69,11 @@ def test_two_gpus_cannot_hold_it_and_are_refused_before_anything_is_downloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given(monkeypatch, 2, ranks=2)
-    with pytest.raises(ValueError, match=r"at least 93\.3 GiB where each h100 has 79\.1") as error:
+    with pytest.raises(ValueError, match=r"at least 89\.6 GiB where each h100 has 79\.1") as error:
         planned()
     assert "hardware.target_placement=device_map fits, in one process" in str(error.value)
     given(monkeypatch, 2, host=20, ranks=2)
-    with pytest.raises(ValueError, match=r"at least 93\.3 GiB") as error:
+    with pytest.raises(ValueError, match=r"at least 89\.6 GiB") as error:
         planned()
     assert "device_map" not in str(error.value), "20 GiB of host cannot take the other layers"
 
@@ -137,3 +140,97 @@ def test_without_a_gpu_the_refusal_names_the_plan_of_a_machine_that_has_some(
     command = r"`python -m drafttrain plan model=llama70b hardware=h100x8 drafter=eagle`"
     with pytest.raises(ValueError, match=command):
         planned(device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "memory", "spread"),
+    [
+        ("llama70b", 8, 79.1, 4),  # two would leave 0.13 of their memory for caches and the rest
+        ("llama70b", 0, 79.1, 4),  # without a GPU here, as on H100s
+        ("llama70b", 8, 140.0, 2),
+        ("llama8b", 8, 79.1, 1),
+        ("llama8b", 4, 16.0, 2),
+    ],
+)
+def test_serve_commands_are_for_as_many_gpus_as_hold_the_target(
+    model: str, gpus: int, memory: float, spread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given(monkeypatch, gpus, memory=memory)
+    total = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=int(memory * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
+    config, hardware = load_choice("model", model), load_choice("hardware", "auto")
+    assert planning.spread_to_serve(config, hardware, "auto") == spread
+    assert planning.spread_to_serve(config, hardware, 8) == 8, "it can be set"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "share", "visible", "spread"),
+    [
+        (8, 1, 0.8, None, 4),
+        (2, 1, 0.8, None, 2),  # no more than are there: vLLM says what does not fit
+        (8, 1, 0.4, None, 8),  # vllm.memory=0.5
+        (8, 8, 0.8, None, 1),  # each rank has one
+        (8, 8, 0.8, "4,5,6,7", 4),
+    ],
+)
+def test_an_engine_of_ours_spreads_the_target_over_the_gpus_that_hold_it(
+    gpus: int,
+    ranks: int,
+    share: float,
+    visible: str | None,
+    spread: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given(monkeypatch, gpus, ranks=ranks)
+    config = load_choice("model", "llama70b")
+    monkeypatch.setattr(placing, "weight_bytes", lambda *_: 141_107_412_992)
+    monkeypatch.setattr(placing, "load_model_config", planning.settings_of)
+    where = torch.device("cuda", 0)
+    found = placing.engine_gpus("auto", config, torch.bfloat16, where, share, visible)
+    assert found == spread
+    assert placing.engine_gpus(3, config, torch.bfloat16, where, share) == 3
+    assert placing.engine_gpus("auto", config, torch.bfloat16, torch.device("cpu"), share) == 1
+
+
+def test_a_run_on_another_models_answers_says_how_to_get_the_targets_own() -> None:
+    (line,) = [line for line in intentions(configured()) if "another's" in line]
+    assert line.startswith(
+        "  the answers of data=ultrachat are another's; training on the target's"
+    )
+    assert line.endswith(": python -m drafttrain regenerate data=ultrachat model=llama70b")
+    own = configured("data=hub", "data.repo=ada/chats")
+    assert any("regenerate data=hub data.repo=ada/chats" in line for line in intentions(own))
+    for data in ("data=selfgen", "data=jsonl data.path=own.jsonl"):
+        config = configured(*data.split())
+        assert not any("another's" in line for line in intentions(config)), data
+
+
+def test_muon_is_planned_by_its_products_and_its_state() -> None:
+    """A 70B's EAGLE: 193 TFLOP in Newton-Schulz, a momentum of four bytes instead of two."""
+    said = ["model=llama70b", "drafter=eagle", "hardware=h100x8"]
+    muon, adamw = (
+        planning.plan_of(typed(compose("plan", [*said, *more]), planning.PlanConfig))[0]
+        for more in ([], ["optimizer=adamw"])
+    )
+    parts = muon.job.parts
+    assert parts.muon_flops == pytest.approx(193e12, rel=0.01)
+    more = muon.chosen.speed.optimizer_s - adamw.chosen.speed.optimizer_s
+    assert more == pytest.approx(parts.muon_flops / (0.4 * 989.4e12))
+    held = [plan.chosen.memory.parts["moments"] for plan in (adamw, muon)]
+    assert held[0] - held[1] == 4 * parts.num_muon
+    assert parts.num_muon == pytest.approx(parts.num_trained, rel=0.001)
+
+
+def test_plan_says_disk_login_epochs_and_what_evaluating_takes() -> None:
+    said = ["model=llama70b", "drafter=eagle", "hardware=h100x8", "plan.tokens=262144000"]
+    plan = planning.plan_of(typed(compose("plan", said), planning.PlanConfig))[0]
+    rows = {row[0]: row[1:] for row in texts(what(plan))}
+    assert rows["weights, on disk"] == [
+        "141 GB",
+        "from meta-llama/Llama-3.3-70B-Instruct, gated: needs a login (hf auth login)",
+    ]
+    assert rows["checkpoints, on disk"][0] == "23.8 GB"  # three of weights and Muon's momentum
+    assert rows["training"][1].endswith("; 5.00 epochs")
+    assert rows["evaluating"] == ["131 GiB", "and 263 GiB for a float32 copy, where that fits"]
+    plan = planning.plan_of(typed(compose("plan", said[:3]), planning.PlanConfig))[0]
+    assert "plan.tokens tells how many epochs that is" in str(texts(what(plan)))

@@ -256,7 +256,7 @@ def test_two_engines_fit_where_the_system_would_give_memory_back(
 ) -> None:
     """Files that were read fill the memory of any machine in the end; it is not taken."""
     (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
-    request = {"target": str(tmp_path), "device": "cpu", "dtype": "float32"}
+    request = {"target": str(tmp_path), "device": "cpu", "dtype": "float32", "tensor_parallel": 1}
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_AVPHYS_PAGES" else 4096)
     for gigabytes, fit in ((4, True), (1, False)):

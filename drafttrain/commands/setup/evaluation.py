@@ -275,15 +275,17 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
 def in_float32(config: EvaluateConfig, target: Target, tell: Callable[[str], object]) -> Target:
     """Return a float32 copy of a target where one fits beside it, else the target itself.
 
-    On GPUs alone: layers on the host are too slow for some hundred passes.
+    On GPUs alone: layers on the host are too slow for some hundred passes. vLLM, if it is asked
+    for, needs another such copy.
     """
-    size, room = 4 * target.num_parameters, room_for(config.model, target.device)
+    copies = 2 if config.eval.engine == "vllm" else 1
+    size, room = 4 * copies * target.num_parameters, room_for(config.model, target.device)
     if size <= room:
         return load_alone(config.model, config.hardware, torch.float32, target.device)
     dtype = dtype_name(target.dtype)
     tell(
         f"losslessness is checked in {dtype}, where outputs may differ by choices within twice its "
-        f"rounding noise: a float32 copy of the target takes {memory(size)} more, and there is "
+        f"rounding noise: float32 takes {memory(size)} more, and there is "
         f"room for {memory(room)}; eval.lossless_prompts=0 skips the check"
     )
     return target

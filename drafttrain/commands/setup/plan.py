@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf
@@ -32,9 +33,18 @@ from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.hardware import choose_train_dtype, dtype_name
 from drafttrain.runtime.ranks import ALONE, Ranks
 from drafttrain.runtime.run_folder import PROVENANCE
+from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.tracker import METRICS_FILE, SPEED, read_metrics
 from drafttrain.runtime.untrusted_input import read_typed, shown
-from drafttrain.target.placement import TARGET_SHARE, Placement, free_bytes, placement_of
+from drafttrain.target.placement import (
+    SERVING_SHARE,
+    TARGET_SHARE,
+    Placement,
+    free_bytes,
+    gpus_to_serve,
+    placement_of,
+)
+from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.store.config import StoredFeaturesConfig
 
 SETTLING = 2  # first lines of metrics, left out: the run still compiles and fills caches
@@ -132,6 +142,23 @@ def plan_command(config: TrainConfig, hardware: str | None = None) -> str:
     return follow_up("plan", *words)
 
 
+def spread_to_serve(model: ModelConfig, hardware: HardwareConfig, asked: int | str) -> int:
+    """Return on how many GPUs commands are to serve a target in bfloat16; 1 if nobody knows.
+
+    By this machine's GPUs, or those of hardware.accelerator, or without either by an H100's.
+    """
+    if asked != AUTO:
+        return int(asked)
+    gpu = torch.cuda.is_available() and hardware.device != "cpu"
+    named = replace(hardware, accelerator=hardware.accelerator or (None if gpu else "h100"))
+    with suppress(UnknownCostError):
+        shape = inflated(model, shape_of(model))
+        memory = accelerator_of(replace(named, device="auto"), GLANCE_S).memory
+        size = shape.bytes(2, model.quantization)
+        return gpus_to_serve(size, memory, shape.num_attention_heads)
+    return 1
+
+
 def default_settings() -> PlanSettings:
     """Return the section `plan` as conf/plan.yaml has it."""
     return PlanSettings(**yaml.safe_load((conf_dir() / "plan.yaml").read_text())["plan"])
@@ -191,7 +218,12 @@ def job_of(
     target_bytes, engine = shape.bytes(load.width, model.quantization), config.vllm
     engine_bytes = 0.0
     if engine.devices is None:
-        engine_bytes = max(engine.memory * chip.memory, target_bytes / engine.tensor_parallel)
+        spread = engine.tensor_parallel
+        if spread == AUTO:  # as `engine_gpus` chooses
+            share, heads = SERVING_SHARE * engine.memory, shape.num_attention_heads
+            enough = gpus_to_serve(target_bytes, chip.memory, heads, share)
+            spread = min(enough, max(1, gpus)) if ranks == 1 else 1
+        engine_bytes = max(engine.memory * chip.memory, target_bytes / spread)
     if chip.is_cpu:
         engine_bytes = target_bytes + engine.cpu_cache * GIB
     share = chip.memory / (ranks_here if chip.is_cpu else 1) if free is None else free
@@ -208,8 +240,11 @@ def job_of(
         load=load,
         chip=chip,
         max_steps=trainer.max_steps,
+        muon=config.optimizer.muon,
         data_tokens=None if conversations is None else conversations * length,
         target_bytes=target_bytes,
+        origin=_origin(model),
+        checkpoints=trainer.keep_checkpoints + 1,
         placement=placement,
         gpus=1 if chip.is_cpu else max(1, gpus),
         maps=1 if alone else ranks,
@@ -217,6 +252,13 @@ def job_of(
         engine_bytes=engine_bytes,
         price_per_hour=chip.price_per_hour if price is None else price,
     )
+
+
+def _origin(model: ModelConfig) -> str:
+    if isinstance(model, RandomModelConfig) or model.path or model.repo is None:
+        return ""
+    gated = (model.shape or {}).get("of") == model.repo and (model.shape or {}).get("gated")
+    return model.repo + (", gated: needs a login (hf auth login)" if gated else "")
 
 
 def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> tuple[int, int]:

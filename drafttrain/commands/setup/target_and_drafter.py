@@ -40,6 +40,7 @@ from drafttrain.runtime.run_folder import (
     load_config,
     write_config,
 )
+from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.untrusted_input import UntrustedError, read_typed, shown
 from drafttrain.target.answers.selfgen import selfgen
@@ -231,7 +232,7 @@ def check_engine(config: TrainConfig | CaptureConfig, ranks: Ranks) -> None:
     vllm = config.vllm
     if config.hardware.target_placement != "vllm":
         return
-    if ranks.world_size > 1 and vllm.tensor_parallel > 1:
+    if ranks.world_size > 1 and vllm.tensor_parallel not in (1, AUTO):
         raise ValueError(
             f"vllm.tensor_parallel must be 1 with several ranks, each of which has an engine of "
             f"its own, got {vllm.tensor_parallel} with {ranks.world_size} ranks"

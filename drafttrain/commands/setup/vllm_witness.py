@@ -18,6 +18,7 @@ from drafttrain.formats.write.export import export_drafter
 from drafttrain.report.card import CardData, served_as
 from drafttrain.report.results import Report
 from drafttrain.report.witness import with_witness
+from drafttrain.target.placement import SERVING_SHARE, engine_gpus
 from drafttrain.target.pretrained.models import find
 
 
@@ -34,6 +35,9 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
         family = recognise(directory, own_layouts()).layout.kind
     target_dir = find(config.model, weights=True)
     served = check_witness(parts.drafter, family, target_dir, given or place, settings)
+    target, asked = parts.target, settings.vllm_tensor_parallel
+    spread = engine_gpus(asked, config.model, target.dtype, target.device, SERVING_SHARE)
+    served = replace(served, tensor_parallel=spread)
     if config.model.inflate is not None:
         raise ValueError(
             f"model.inflate must be null with eval.engine=vllm, got {config.model.inflate}: vLLM "

@@ -66,6 +66,9 @@ SGLANG_EAGLE3 = frozenset(
     {"deepseek_v2", "deepseek_v3", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}
 )
 
+# The flag of each engine by which it spreads the target over GPUs; llama.cpp takes all by itself.
+SPREADING = {"vLLM": "--tensor-parallel-size", "SGLang": "--tp-size"}
+
 LLAMA_CPP_TARGETS = frozenset({"llama", "qwen3"})  # those that it was tried with
 CONVERTER, GGUF = "convert_hf_to_gguf.py", "drafter.gguf"
 OUT_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # the converter's names

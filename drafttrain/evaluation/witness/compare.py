@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from drafttrain.core.types import Counters
 from drafttrain.evaluation.certify import first_difference
 from drafttrain.evaluation.witness.engine import BatchWitness, EngineMeasurement
-from drafttrain.report.results import Agreement, Disagreement, Prediction
+from drafttrain.report.results import EXACT_DTYPES, Agreement, Disagreement, Prediction
 from drafttrain.report.witness import agreement_statement, prediction_statement
 
 # Kernels differ by about 1e-5 in float32 logits; a gap of 3e-6 occurred in 4000 tokens.
@@ -28,28 +28,30 @@ def compare_with_ours(
     ours: Sequence[Ours],
     tokens: Sequence[Sequence[int]],
     counters: Sequence[Counters],
-    gap_at: Callable[[int, int], float],
+    gap_at: Callable[[int, int], tuple[float, float]],
+    dtype: str = "float32",
 ) -> Agreement:
     """Return how our outputs and untrimmed counters agree with vLLM's, one by one.
 
     gap_at(output, position): the difference of the target's two best logits after the first
-    `position` tokens of our output. Both count accepted tokens past the limit or an end token, and
-    neither counts the prefill as a draft.
+    `position` tokens of our output, and what is a near tie there. dtype: of both; in short ones
+    rounding alone changes counters, which are then not compared. Both count accepted tokens past
+    the limit or an end token, and neither counts the prefill as a draft.
     """
     found = []
     for place, (mine, theirs, counted) in enumerate(zip(ours, tokens, counters, strict=True)):
-        position = gap = None
+        position, gap, most = None, None, 0.0
         if tuple(theirs) != mine.tokens:
             position = first_difference(mine.tokens, theirs)
             if position < min(len(mine.tokens), len(theirs)):  # else one of them ended too early
-                gap = gap_at(place, position)
-        elif _same(mine.counters, counted):
+                gap, most = gap_at(place, position)
+        elif dtype not in EXACT_DTYPES or _same(mine.counters, counted):
             continue
-        tie = gap is not None and gap <= TIE_GAP
+        tie = gap is not None and gap <= most
         found.append(Disagreement(mine.name, position, gap, tie, mine.counters, counted))
     ties = sum(one.tie for one in found)
     return Agreement(
-        dtype="float32",
+        dtype=dtype,
         num_outputs=len(ours),
         num_equal=len(ours) - len(found),
         num_ties=ties,
@@ -57,7 +59,7 @@ def compare_with_ours(
         ours=sum((one.counters for one in ours), Counters()),
         theirs=sum(counters, Counters()),
         disagreements=found,
-        statement=agreement_statement(len(ours), len(ours) - len(found), ties),
+        statement=agreement_statement(len(ours), len(ours) - len(found), ties, dtype),
     )
 
 

@@ -62,7 +62,7 @@ class ServedDrafter:
     method: vLLM's name, None if the directory states it (as in the speculators format). lookup: the
     shortest and the longest suffix of prompt lookup. greedy_drafts: vLLM drafts the most likely
     token, its default; otherwise it samples drafts as it samples the target. parallel: one pass
-    drafts all tokens, which vLLM must be told.
+    drafts all tokens, which vLLM must be told. tensor_parallel: GPUs of each engine.
     """
 
     target_dir: Path
@@ -72,6 +72,7 @@ class ServedDrafter:
     greedy_drafts: bool
     python: str
     parallel: bool = False
+    tensor_parallel: int = 1
 
     def speculation(self, depth: int) -> dict[str, Any]:
         """Return vLLM's speculative_config."""
@@ -119,6 +120,7 @@ def witness(
         "target": str(served.target_dir),
         "dtype": dtype,
         "device": device,
+        "tensor_parallel": served.tensor_parallel,
         "max_model_len": min(needed, max_positions or needed),
         "max_num_seqs": max(sizes),
         "speculative_config": served.speculation(depth),

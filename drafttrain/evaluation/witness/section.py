@@ -19,15 +19,16 @@ from drafttrain.decode.loop import is_lossless, speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.engines import told_by_path
 from drafttrain.drafters.serving.known import VLLM_METHODS, VLLM_PARALLEL, VLLM_WITHIN
-from drafttrain.evaluation.certify import gap_of, last_logits
+from drafttrain.evaluation.certify import ROUNDING_MARGIN, near_tie
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts
-from drafttrain.evaluation.witness.compare import Ours, compare_with_ours, predict
+from drafttrain.evaluation.witness.compare import TIE_GAP, Ours, compare_with_ours, predict
 from drafttrain.evaluation.witness.engine import BatchWitness, ServedDrafter, Witness, witness
 from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.build import row_of
 from drafttrain.report.metrics import acceptance_length, ratio, rows_of, speed, speedup
 from drafttrain.report.results import (
+    EXACT_DTYPES,
     PLAIN,
     BothSeconds,
     Estimate,
@@ -160,9 +161,9 @@ def witness_section(
 ) -> WitnessSection:
     """Run vLLM on the prompts that our loop decoded, and return the section of the report.
 
-    Counters are compared one by one, greedily and in float32. results: our measurements at batch 1.
-    ours_by_batch: our summary rows at a sweep's other batch sizes. vLLM's request and log stay in
-    `folder`. ValueError as raised by `witness`.
+    Counters are compared one by one, greedily and in the dtype of parts.exact. results: our
+    measurements at batch 1. ours_by_batch: our summary rows at a sweep's other batch sizes. vLLM's
+    request and log stay in `folder`. ValueError as raised by `witness`.
     """
     target, exact, name = parts.target, parts.exact, parts.drafter_name
     depth, sampling, limit = config.depth, config.sampling, config.max_new_tokens
@@ -195,19 +196,23 @@ def witness_section(
     ours = [one.output(mine[one.prompt_id, one.turn]) for one in asked]
     timed_alone = measured.at(1)
     alone, compared = timed_alone, ours
-    exactly = sampling.greedy and target.dtype == parts.draft_dtype == torch.float32
+    drafts_alike = parts.draft_dtype == torch.float32 or exact.dtype != torch.float32
+    exactly = sampling.greedy and target.dtype == exact.dtype and drafts_alike
     if alone is None or not exactly:
         # Sampled text is never the same twice, and bfloat16 rounding alone flips drafts.
-        alone = run(torch.float32, GREEDY, (1,), "compared").at(1)
+        alone = run(exact.dtype, GREEDY, (1,), "compared").at(1)
         compared = [one.output(decoded(one)) for one in asked]
     assert alone is not None
     assert alone.by_prompt is not None
 
-    def gap_at(place: int, position: int) -> float:
-        text = [*asked[place].tokens, *compared[place].tokens[:position]]
-        return gap_of(last_logits(exact, torch.tensor([text], device=exact.device)))
+    def gap_at(place: int, position: int) -> tuple[float, float]:
+        gap, noise = near_tie(exact, [*asked[place].tokens, *compared[place].tokens[:position]])
+        short = dtype_name(exact.dtype) not in EXACT_DTYPES
+        return gap, ROUNDING_MARGIN * noise if short else TIE_GAP
 
-    agreement = compare_with_ours(compared, alone.speculative.tokens, alone.by_prompt, gap_at)
+    agreement = compare_with_ours(
+        *(compared, alone.speculative.tokens, alone.by_prompt, gap_at, dtype_name(exact.dtype))
+    )
     every = collect(results)
     totals = {method: every[method] for method in (name, PLAIN)}
     beside = {1: row_of(totals, name, depth, resampling), **ours_by_batch}

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from drafttrain.runtime.settings import require
+from drafttrain.runtime.settings import AUTO, counts, require
 
 FP8 = "fp8"
 DTYPES = ("auto", "float32", "bfloat16", FP8)
@@ -28,6 +28,7 @@ class ExportSettings:
     dtype: str
     max_shard_size: str
     num_speculative_tokens: Any  # a number, or "auto" until it is chosen; None: see `depth`
+    tensor_parallel: Any  # a number, or "auto" until it is chosen
     measured_prompts: int
     license: str
     overwrite: bool
@@ -48,6 +49,9 @@ class ExportSettings:
         require(known, "export.max_shard_size", size, repr(self.max_shard_size))
         known = depth in ("auto", None) or (type(depth) is int and depth >= 1)
         require(known, "export.num_speculative_tokens", "be at least 1, auto or null", depth)
+        spread = self.tensor_parallel
+        known = spread == AUTO or counts(spread)
+        require(known, "export.tensor_parallel", f"be at least 1, or {AUTO}", spread)
         measured = self.measured_prompts
         require(measured >= 0, "export.measured_prompts", "be at least 0", measured)
         licence = "be a licence id of the Hub, such as apache-2.0, llama3.1 or other"

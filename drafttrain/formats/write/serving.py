@@ -13,6 +13,7 @@ from drafttrain.drafters.serving.engines import (
     PROBABILISTIC,
     SCALED,
     SGLANG,
+    SPREADING,
     VLLM,
     cannot_serve,
     convert_command,
@@ -33,6 +34,7 @@ from drafttrain.formats.write.config import (
 )
 from drafttrain.report.card import DRAFTER, TARGET, CardData
 from drafttrain.report.results import Report
+from drafttrain.runtime.settings import AUTO
 
 
 @dataclass(frozen=True)
@@ -128,13 +130,18 @@ def serving(
             every = serve_commands(layout, target, model, depth, how)
         else:
             every = derived.commands(target, model, depth, PROBABILISTIC if drawn else None)
+        if gpus > 1:
+            every = {engine: f"{line} {SPREADING[engine]} {gpus}" for engine, line in every.items()}
         return {engine: line for engine, line in every.items() if engine not in refused}
 
+    gpus = 1 if config.tensor_parallel == AUTO else config.tensor_parallel
     commands = told(target, model)
     notes = [*_sharing(layout, native, own_embedding), *layout.notes(native, spec, bool(commands))]
     notes += [f"No {engine} command: {reason}." for engine, reason in refused.items()]
     if derived is not None:
         notes += derived.notes(target, refused)
+    if commands and gpus > 1:
+        notes.append(f"The target is spread over {gpus} GPUs; export.tensor_parallel changes that.")
     if "vLLM" in commands:
         notes += [runners_note(layout), *layout.vllm_notes(native)]
         notes.append(_drafts_note(greedy, card.reports))

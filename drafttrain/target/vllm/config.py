@@ -1,8 +1,9 @@
 """The settings of the vLLM engine."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from drafttrain.runtime.settings import Settings
+from drafttrain.runtime.settings import AUTO, Settings, counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,13 +15,15 @@ class VllmConfig(Settings):
     name: str
     python: str | None
     devices: str | None  # as CUDA_VISIBLE_DEVICES spells them
-    tensor_parallel: int
+    tensor_parallel: Any  # a number, or AUTO
     memory: float  # share of each GPU
     cpu_cache: int  # GiB
     max_num_seqs: int
     patience: float  # seconds
 
     def __post_init__(self) -> None:
-        self.require_at_least(1, "tensor_parallel", "cpu_cache", "max_num_seqs")
+        self.require_at_least(1, "cpu_cache", "max_num_seqs")
+        spread, known = self.tensor_parallel, f"be at least 1, or {AUTO}"
+        self.require("tensor_parallel", spread == AUTO or counts(spread), known)
         self.require("memory", 0 < self.memory <= 1, "be a share in (0, 1]")
         self.require("patience", self.patience > 0, "be above 0 seconds")

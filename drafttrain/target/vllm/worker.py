@@ -284,6 +284,7 @@ def start_counted(
     return start(
         request,
         memory,
+        tensor_parallel_size=request["tensor_parallel"],
         disable_log_stats=False,
         enable_prefix_caching=False,  # the second repeat would find the first one's prefill
         speculative_config=speculative,
@@ -329,7 +330,7 @@ def fits_twice(request: dict[str, Any]) -> bool:
     import torch
 
     files = [*Path(request["target"]).glob("*.safetensors"), *Path(request["target"]).glob("*.bin")]
-    weights = sum(file.stat().st_size for file in files)
+    weights = sum(file.stat().st_size for file in files) / request["tensor_parallel"]
     if request["device"] != "cpu":
         return bool(ROOM * weights < 0.84 * torch.cuda.mem_get_info()[0])
     if request["dtype"] == "float32":
@@ -339,12 +340,22 @@ def fits_twice(request: dict[str, Any]) -> bool:
     return bool(ROOM * weights + 2 * cache < psutil.virtual_memory().available)
 
 
+def free_share(request: dict[str, Any]) -> float:
+    """Return the share of a GPU that is free: the process that asks holds a target of its own."""
+    import torch
+
+    if request["device"] == "cpu":
+        return 1.0
+    free, total = torch.cuda.mem_get_info()
+    return float(free / total)
+
+
 def compare(request: dict[str, Any], say: Any) -> None:
     """Decode everything with both engines, in turns if both fit at once."""
     import vllm
 
     together = fits_twice(request)
-    memory = 0.42 if together else 0.85
+    memory = (0.42 if together else 0.85) * free_share(request)
     say(event="vllm", version=vllm.__version__, together=together)
     # The speculative engine last: it owns the metrics.
     for methods in [[PLAIN, SPECULATIVE]] if together else [[PLAIN], [SPECULATIVE]]:

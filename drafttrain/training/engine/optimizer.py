@@ -45,10 +45,7 @@ def build_optimizer(
     keeps the moments in the host's memory. parts: of parameters with a learning rate of their own;
     each group of the optimizer is of one part, `part` (of all others: "").
     """
-    by_muon: list[nn.Parameter] = []
-    if config.muon:
-        sizes = set(vocab_sizes)
-        by_muon = [p for p in trainable if p.ndim == 2 and not sizes & set(p.shape)]
+    by_muon = muon_matrices(trainable, vocab_sizes) if config.muon else []
     taken = set(by_muon)
     optimizers: list[Any] = []  # torch makes none of no parameters
     if by_muon:
@@ -69,6 +66,23 @@ def build_optimizer(
         )
         optimizers.append(adamw)
     return MuonAndAdamW(*optimizers) if len(optimizers) > 1 else optimizers[0]
+
+
+def muon_matrices(
+    trainable: Sequence[nn.Parameter], vocab_sizes: Collection[int]
+) -> list[nn.Parameter]:
+    """Return the parameters that Muon updates: matrices, but embeddings and heads."""
+    sizes = set(vocab_sizes)
+    return [p for p in trainable if p.ndim == 2 and not sizes & set(p.shape)]
+
+
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """Return the operations by which Muon orthogonalises a matrix, in five steps of three products.
+
+    With the shorter side m and the longer n, a step takes 4 m^2 n + 2 m^3.
+    """
+    short, long = sorted((rows, columns))
+    return 5.0 * (4 * short**2 * long + 2 * short**3)
 
 
 def parameter_groups(
