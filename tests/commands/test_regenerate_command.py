@@ -842,7 +842,7 @@ def test_a_reply_by_another_model_or_with_the_key_is_not_kept(
     choice = {"message": {"content": "yes"}, "finish_reason": reply.get("reason", "stop")}
     content = {"choices": [choice], "model": reply.get("model", "parrot")}
     endpoint.replies = {"one": [json.dumps(content).encode()]}
-    asked = [Question(0, [Message("user", "one")], "here", "0")]
+    asked = [Question((Message("user", "one"),), 0, "here", "0")]
     with StopRequest().listening() as stop:
         found = [o for part in by_endpoint(asked, config, BY_TEMPLATE, stop) for o in part]
     failure = None if isinstance(found[0], AnsweredConversation) else found[0]

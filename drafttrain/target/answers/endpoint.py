@@ -361,7 +361,8 @@ def describe(error: BaseException, config: RegenerateSettings) -> str:
         text = text.replace(key, "[the key]")
     text = shown(" ".join(text.split()), SHOWN)
     if 300 <= (status or 0) < 400:
-        to = str(getattr(error, "response", error).headers.get("Location"))
+        response: Any = getattr(error, "response", None)
+        to = str(response.headers.get("Location"))
         to = to.replace(key, "[the key]") if key else to
         return f"sends requests on to {shown(to, SHOWN)}, which is not followed ({status})"
     if isinstance(error, UntrustedError):
