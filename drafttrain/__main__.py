@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with guarded_output() as output:
         status = _run(list(sys.argv[1:] if argv is None else argv), output)
         try:
-            output.flush()
+            if not output.failed:  # else it was said
+                output.flush()
         except (BrokenPipeError, MachineError) as error:
             if isinstance(error, MachineError):
                 say_error(f"error: {error}")

@@ -54,6 +54,8 @@ from drafttrain.runtime.untrusted_input import did_you_mean, shown
 STARTED_FROM = ("model", "trainer", "drafter")
 # Keys that name a folder, where ~ is the user's own.
 FOLDERS = {"dir", "converter", "measured", "run"}
+# Keys that name a file or folder, which those who read it expand.
+FILES = {"path", "out", "prompts", "init_from", "cache_dir", "python", "vllm_python"}
 # Names that other programs use for a key of ours.
 ELSEWHERE = {
     "batch_size": ["hardware.micro_batch", "trainer.tokens_per_step"],
@@ -83,10 +85,17 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise UsageError(shown(error, 400)) from error
     _check_effect({override.key_or_group for override in values}, plain, resumed)
-    for section in plain.values():
+    for name, section in plain.items():
         for key in FOLDERS & section.keys():
             if isinstance(section[key], str):
                 section[key] = os.path.expanduser(section[key])
+        for key, value in section.items():
+            is_path = key in FOLDERS | FILES and str(value).startswith("~")
+            if is_path and os.path.expanduser(value) == value:
+                raise UsageError(
+                    f"{name}.{key} must have the name of a user after ~, got {shown(value)}; "
+                    f"./{shown(value)} is a place in this folder"
+                )
     if command == "compare" and isinstance(runs := plain["compare"]["runs"], list):
         plain["compare"]["runs"] = [
             os.path.expanduser(run) if isinstance(run, str) else run for run in runs

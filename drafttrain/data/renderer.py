@@ -116,7 +116,8 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     """Answer requests, a line of JSON each, until their sender is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are meant for the command
+    # These are meant for the command.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

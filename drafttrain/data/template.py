@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from drafttrain.runtime.untrusted_input import shown
 # Placeholders for contents; templates print them as they are.
 USER, ANSWER = "Kx7user7xK", "Kx7answer{}7xK"
 RENDERER = Path(__file__).with_name("renderer.py")
+# A text takes a millisecond. A template that takes long for each, if less than its limit, would
+# keep a data set busy for days: it may be so slow for a while only.
+SECONDS_IN_ALL, SECONDS_EACH = 120.0, 0.25
 MAX_TEXT = 64 << 20  # bytes of one conversation, as JSON
 NONE = "none"
 
@@ -66,6 +70,7 @@ class Renderer:
         self.process: subprocess.Popen[bytes] | None = None
         self.owner = 0  # the process that started it; a fork must start its own
         self.lock = threading.Lock()
+        self.asked, self.seconds = 0, 0.0
 
     def ask(self, request: dict[str, Any]) -> dict[str, str]:
         """Return the answer of the process; {"limit": ...} where a limit ends it."""
@@ -75,6 +80,10 @@ class Renderer:
             to, back = self.process.stdin, self.process.stdout
             assert to is not None
             assert back is not None
+            self.asked += 1
+            if self.seconds > SECONDS_IN_ALL + self.asked * SECONDS_EACH:
+                return {"limit": f"{self.seconds:.0f} s for {self.asked:,} texts in all"}
+            begun = time.monotonic()
             try:
                 to.write(json.dumps(request).encode() + b"\n")
                 to.flush()
@@ -84,6 +93,8 @@ class Renderer:
             except BaseException:  # an answer is left in the pipe
                 self.close()
                 raise
+            finally:
+                self.seconds += time.monotonic() - begun
             if line.endswith(b"\n"):
                 return json.loads(line)
             status = self.close()

@@ -313,8 +313,8 @@ def trace(
             return _draft(drafter, dtype)
 
     vocab = draft_vocab_size(drafter)
-    trained = [p for p in drafter.parameters() if p.requires_grad]
-    by_muon = muon_matrices(trained, {spec.vocab_size, vocab})
+    trainable = [p for p in drafter.parameters() if p.requires_grad]
+    by_muon = muon_matrices(trainable, {spec.vocab_size, vocab})
     step(False)
     return DrafterCost(
         num_parameters=sum(sizes),

@@ -88,6 +88,10 @@ def is_ours() -> bool:
 def settle() -> None:
     """Adopt a launcher's variables, let only rank 0 print, and end with our launcher or sweep."""
     os.environ.update(adopt(os.environ))
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise MachineError("the working directory was deleted: cd to one that exists") from None
     if rank() > 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries' C++ code bypasses sys.stdout
         if not is_ours():  # else stderr goes to a file, which is read if this rank dies
@@ -166,12 +170,12 @@ class Output:
                 call(self.stream)
         except OSError as error:
             problem = f"{self.name} could not be written ({error.strerror})"
+            said, self.failed = self.failed, True
             if not self.is_progress:
                 if isinstance(error, BrokenPipeError):
                     raise
                 raise MachineError(problem) from error
-            if not self.failed:
-                self.failed = True
+            if not said:
                 say_error(f"{problem}; the command goes on without its lines")
 
 

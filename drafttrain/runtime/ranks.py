@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drafttrain.runtime.lock import HeldError, attend, hold
-from drafttrain.runtime.rank_process import STORE, is_ours
+from drafttrain.runtime.rank_process import STORE, is_ours, say_error
 from drafttrain.runtime.untrusted_input import shown
 
 # A collective of the training step: every rank is busy with the same work, so none is this late.
@@ -23,6 +24,7 @@ STEP_TIMEOUT = timedelta(minutes=10)
 # Barriers and messages wait while rank 0 works alone (validation, saving, writing conversations).
 # They use gloo, which notices at once when the other side has died.
 MESSAGE_TIMEOUT = timedelta(hours=24)
+LATE_S = 15.0  # until a rank says that it waits for the others to start
 BUCKET = 25 << 20  # bytes that are summed together, as in torch's DistributedDataParallel
 
 
@@ -300,12 +302,33 @@ def _join(device: str) -> Ranks:
         store = dist.FileStore(os.environ[STORE], world_size)
         store.set_timeout(STEP_TIMEOUT)
     backend = BACKENDS[place.type]
-    dist.init_process_group(
-        backend, timeout=STEP_TIMEOUT, store=store, rank=rank, world_size=world_size
-    )
-    atexit.register(_leave)
-    messages = dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)
+    with _telling_of_a_wait(f"rank {rank} of {world_size}", local_rank == 0):
+        dist.init_process_group(
+            backend, timeout=STEP_TIMEOUT, store=store, rank=rank, world_size=world_size
+        )
+        atexit.register(_leave)
+        messages = dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)
     return Ranks(rank, local_rank, world_size, place, messages)
+
+
+@contextmanager
+def _telling_of_a_wait(name: str, aloud: bool) -> Iterator[None]:
+    """Say on standard error when the other ranks are late, and raise LostRankError without them."""
+    address, port = (os.environ.get(key) for key in ("MASTER_ADDR", "MASTER_PORT"))
+    here = (
+        f"{name} waits for the others; each must be started, with the same WORLD_SIZE, "
+        f"MASTER_ADDR={address} and MASTER_PORT={port}"
+    )
+    timer = threading.Timer(LATE_S, say_error, [here])
+    timer.daemon = True
+    if aloud:
+        timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(f"{here} ({str(error).splitlines()[0]})") from error
+    finally:
+        timer.cancel()
 
 
 def _leave() -> None:

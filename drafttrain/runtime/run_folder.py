@@ -53,7 +53,16 @@ class RunConfig(Settings):
 
 def call(*arguments: str) -> str:
     """Return a command line of this program that a shell reads back."""
-    return shlex.join(["python", "-m", "drafttrain", *arguments])
+    return " ".join(map(_quoted, ["python", "-m", "drafttrain", *arguments]))
+
+
+def _quoted(word: str) -> str:
+    """Return a word for a shell; one with control characters as $'...', which bash reads back."""
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = (char if char.isprintable() and char not in "\\'" else None for char in word)
+    codes = ("".join(f"\\x{byte:02x}" for byte in os.fsencode(char)) for char in word)
+    return "$'" + "".join(char or code for char, code in zip(plain, codes, strict=True)) + "'"
 
 
 def write_config(config: Any, path: Path) -> None:

@@ -68,6 +68,7 @@ def describe(config: ModelConfig, model_config: Any, generation: Any, tokenizer:
         eos_token_ids=_eos(generation, text, tokenizer),
         bos_token_id=text.bos_token_id,
         pad_token_id=text.pad_token_id,
+        unused_token_id=_unused(sizes["vocab_size"], tokenizer),
     )
 
 
@@ -126,6 +127,12 @@ def _needed(config: ModelConfig, text: Any, name: str) -> int:
             f" {shown(value)}; choose another model"
         )
     return value
+
+
+def _unused(vocab_size: int, tokenizer: Any) -> int | None:
+    """Return the last id, if no token has it: many embeddings are padded to a round size."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    return vocab_size - 1 if largest < vocab_size - 1 else None
 
 
 def _eos(*sources: Any) -> tuple[int, ...]:

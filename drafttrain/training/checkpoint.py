@@ -136,8 +136,16 @@ class Checkpoints:
 
         Raises UnsavedError on all ranks if it cannot be written; earlier ones are then intact.
         """
-        self._whole = None
+        resumed, self._whole = self._whole, None
         unfinished = self.folder / f"{LEFTOVER}unfinished"
+        if resumed is not None and _step_and_visit(resumed.name)[0] == state.step:
+            # No step was taken since: what is recorded about the weights is new, they are not.
+            with self._fate_shared(engine, unfinished):
+                if engine.is_main:
+                    _write_state(resumed, state)
+                    old = self._index().get("best")
+                    self._write_index(resumed.name, resumed.name if best else old)
+            return
         with self._fate_shared(engine, unfinished):
             if engine.is_main:
                 if not self.folder.is_dir():
@@ -352,10 +360,11 @@ def _write_state(folder: Path, state: TrainState) -> None:
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in sorted(folder.iterdir())
+        if path.name != STATE_FILE and not path.name.startswith(".")  # what a kill left
     }
     content: dict[str, Any] = {"state": asdict(state), "files": files}
     content["sha256"] = _digest(content)
-    (folder / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    write_whole(folder / STATE_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def _read_state(folder: Path) -> _Record:

@@ -811,3 +811,44 @@ def test_a_killed_process_loses_nothing_and_doubles_nothing(
     # Of each killed run at most what was under way was asked twice.
     assert len(endpoint.asked) <= 60 + 2 * 2
     assert kept >= 25
+
+
+def test_a_redirect_is_not_followed_and_is_named(endpoint: chat_server.Endpoint) -> None:
+    with chat_server.serve() as elsewhere:
+        endpoint.location = elsewhere.url
+        said = rf"got one that sends requests on to {elsewhere.url}/models, which is not followed"
+        with pytest.raises(ValueError, match=said):
+            served_by(settings(base_url=endpoint.url))
+        with pytest.raises(ValueError, match=said):  # a named model needs no list, but its address
+            served_by(settings(base_url=endpoint.url, served_model=chat_server.MODEL))
+        assert elsewhere.listed == 0
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ({"model": "cuckoo"}, "answered by another model: cuckoo instead of parrot"),
+        ({"model": "parrot-2026-01-01"}, None),
+        ({"reason": "sk-0123456789"}, "the reply repeats the key in OPENAI_API_KEY"),
+        ({"model": "sk-0123456789"}, "the reply repeats the key in OPENAI_API_KEY"),
+    ],
+)
+def test_a_reply_by_another_model_or_with_the_key_is_not_kept(
+    reply: dict[str, str],
+    said: str | None,
+    endpoint: chat_server.Endpoint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = settings(base_url=endpoint.url, api_key_variable="OPENAI_API_KEY")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789")
+    choice = {"message": {"content": "yes"}, "finish_reason": reply.get("reason", "stop")}
+    content = {"choices": [choice], "model": reply.get("model", "parrot")}
+    endpoint.replies = {"one": [json.dumps(content).encode()]}
+    asked = [Question((Message("user", "one"),), 0, "here", "0")]
+    with StopRequest().listening() as stop:
+        found = [o for part in by_endpoint(asked, config, BY_TEMPLATE, stop) for o in part]
+    failure = None if isinstance(found[0], AnsweredConversation) else found[0]
+    assert (failure is None) == (said is None), found
+    if failure is not None and said is not None:
+        assert said in f"{failure.reason}: {failure.detail}"
+        assert "sk-0123456789" not in str(failure)

@@ -117,7 +117,7 @@ def test_replies_of_an_endpoint(fence: Fence, content: bytes) -> None:
     dialogue = Dialogue(Question((Message("user", "Hi"),), 0, "a:1", "0"), keep_answers=False)
 
     def read() -> None:
-        take(dialogue, typed(Completion, content, "the reply"))
+        take(dialogue, typed(Completion, content, "the reply"), "parrot")
         assert dialogue.outcome is not None
         line = json.dumps(asdict(dialogue.outcome))
         assert typed(type(dialogue.outcome), line, "it") == dialogue.outcome

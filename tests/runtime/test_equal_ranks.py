@@ -4,8 +4,10 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from lives import settings, write_conversations
 
 import drafttrain
 from drafttrain.__main__ import main
+from drafttrain.runtime import ranks
 from drafttrain.runtime.rank_process import ERROR_FILE, LAUNCHER, STORE
 
 
@@ -32,16 +35,16 @@ def _rank(rank: int, folder: Path, arguments: list[str]) -> None:
 def error_of(folder: Path, *arguments: list[str]) -> str:
     """Run a command line as each of two ranks; return their error. A fork imports nothing again."""
     fork = multiprocessing.get_context("fork")
-    ranks = [
+    processes = [
         fork.Process(target=_rank, args=(rank, folder, command))
         for rank, command in enumerate(arguments)
     ]
-    for rank in ranks:
+    for rank in processes:
         rank.start()
-    for rank in ranks:
+    for rank in processes:
         rank.join(60)
     errors = [json.loads((folder / f"error{n}.json").read_text())["message"] for n in (0, 1)]
-    assert [rank.exitcode for rank in ranks] == [2, 2], errors
+    assert [rank.exitcode for rank in processes] == [2, 2], errors
     assert errors[0] == errors[1]
     return errors[0]
 
@@ -89,3 +92,20 @@ def test_ranks_with_other_settings_do_not_capture(disks: Path) -> None:
     error = error_of(disks, command, [*command, "drafter=medusa"])
     assert error.startswith("drafter._target_ must be the same on every rank, got drafttrain.")
     assert not (disks / "0" / "store").exists()
+
+
+def test_a_rank_whose_peer_does_not_come_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wait(*_: object, **__: object) -> None:
+        time.sleep(0.3)
+        raise torch.distributed.DistStoreError("timed out")
+
+    monkeypatch.setattr(ranks, "LATE_S", 0.01)
+    monkeypatch.setattr(torch.distributed, "init_process_group", wait)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "99"}.items():
+        monkeypatch.setenv(name, value)
+    said = r"rank 1 of 2 waits for the others; each must be started, .* and MASTER_PORT=99"
+    with pytest.raises(ranks.LostRankError, match=said + r" \(timed out\)"):
+        ranks._join("cpu")
+    assert re.fullmatch(said + "\n", capsys.readouterr().err)

@@ -27,6 +27,8 @@ class Endpoint:
     replies: dict[str, list[bytes]] = field(default_factory=dict)
     listing: bytes | None = None  # what /models answers instead
     listing_status: int = 200
+    location: str | None = None  # where every request is sent on to
+    listed: int = 0  # how often the models were asked for
     retry_after: str | None = "0.01"
     seconds: float = 0.0  # that an answer takes
     busiest: int = 0  # requests at a time
@@ -87,7 +89,19 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(401, {"error": {"message": "no such key"}})
         return True
 
+    def _sends_on(self) -> bool:
+        if self.endpoint.location is None:
+            return False
+        self.send_response(307)
+        self.send_header("Location", self.endpoint.location + self.path.removeprefix("/v1"))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        return True
+
     def do_GET(self) -> None:
+        self.endpoint.listed += 1
+        if self._sends_on():
+            return
         if self.endpoint.listing is not None:
             self._send(self.endpoint.listing_status, self.endpoint.listing)
         elif not self._refuses():

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import pytest
 import torch
 from lives import compare, curve, settings, write_conversations
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from test_write import drafter_of
 from test_write import export as export_drafter
 
@@ -25,6 +27,7 @@ import drafttrain.training.loop
 import drafttrain.training.validation
 from drafttrain.__main__ import main
 from drafttrain.commands.setup import training as material
+from drafttrain.commands.setup.target_and_drafter import best_of
 from drafttrain.data.conversations import JsonlConfig, read
 from drafttrain.data.files import file_records
 from drafttrain.report.write import write_texts
@@ -34,7 +37,13 @@ from drafttrain.runtime.run_folder import append_log
 from drafttrain.runtime.signals import ECHO_S, Stopped, StopRequest, answered
 from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker, read_metrics
 from drafttrain.target.store.capture import _disk_full_explained
-from drafttrain.training.checkpoint import Checkpoints, load_state, load_weights, verify
+from drafttrain.training.checkpoint import (
+    Checkpoints,
+    _write_state,
+    load_state,
+    load_weights,
+    verify,
+)
 
 SHORT = ("trainer.max_steps=9", "trainer.validate_every=4")
 
@@ -582,3 +591,32 @@ def test_what_libraries_in_rust_say_of_the_system_is_understood(
     match = rf"store\.dir=.*{said}.* resumes where it stopped"
     with pytest.raises(DiskError, match=match), _disk_full_explained(tmp_path):
         raise SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})")
+
+
+def test_a_finished_run_validated_by_another_yardstick_keeps_its_last_checkpoint(
+    place: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(place / "alone", tmp_path / "run")
+    names = sorted(os.listdir(run / "checkpoints"))
+    more = "trainer.validation_prompts=1"
+    assert main(settings(run, place / "data.jsonl", *SHORT, more)) == 0
+    assert sorted(os.listdir(run / "checkpoints")) == names
+    checkpoints = Checkpoints(run / "checkpoints", 2)
+    best = checkpoints.best()
+    assert best == checkpoints.latest()
+    assert best is not None
+    verify(best)
+    assert load_state(best).extra["yardstick"]["prompts"] == 1
+
+
+def test_weights_of_others_that_are_not_finite_are_named(place: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(place / "alone", tmp_path / "run")
+    best = Checkpoints(run / "checkpoints", 2).best()
+    assert best is not None
+    weights = load_weights(best)
+    next(iter(weights.values())).fill_(math.nan)
+    state = load_state(best)
+    save_file(weights, best / "drafter.safetensors")
+    _write_state(best, state)
+    with pytest.raises(ValueError, match=r"run\.dir=.* must hold finite weights, got NaN or inf"):
+        best_of(run, "run.dir")

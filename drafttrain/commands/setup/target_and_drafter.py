@@ -321,6 +321,13 @@ def best_of(run: Path, key: str) -> tuple[Path, TrainState, dict[str, Tensor]]:
             f"{key}={run} must hold a trained drafter, but has no checkpoint yet; train it first, "
             "or wait for its first one (trainer.save_every)"
         )
+    checkpoint, _, weights = chosen
+    for name, weight in weights.items():
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            raise ValueError(
+                f"{key}={run} must hold finite weights, got NaN or infinity in {shown(name)} of "
+                f"{checkpoint.name}; train it again"
+            )
     return chosen
 
 

@@ -117,6 +117,11 @@ def first_weights(
         drafter.initialise(material.target.own_model, material.target.tokenizer)
     drafter.prepare(counts, material.source.readout)
     say(describe_drafter(drafter))
+    if (mask := getattr(drafter, "mask_token_id", None)) in spec.eos_token_ids:
+        say(
+            f"drafter.mask_token_id is {mask}, which also ends answers of {spec.name}: the drafter "
+            "cannot tell the two apart; give another id that no text holds"
+        )
     return drafter
 
 

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from drafttrain.data.prompts_to_answer import LAST, Question
 from drafttrain.data.template import Template
@@ -23,7 +23,11 @@ PATIENCE_S = 10.0  # for the list of models, which needs no computation
 SILENCE_S = 30.0  # without an answer before a log line says so
 CHECK_S = 0.5  # until a request to stop is seen
 MAX_REPLY = 8 << 20  # bytes; an answer of 100,000 tokens with their ids has one million
+SECRET = 8  # characters of a key that is one: servers of one's own take any word
 SHOWN = 300  # characters shown of an endpoint's error
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Usage:
 @dataclass(frozen=True)
 class Completion:
     choices: list[Choice]
+    model: str | None = None  # that answered
     usage: Usage | None = None
 
 
@@ -187,7 +192,9 @@ def open_client(config: RegenerateSettings) -> Any:
         timeout=config.timeout,
         max_retries=config.max_retries,
         http_client=openai.DefaultAsyncHttpxClient(
-            headers={"Accept-Encoding": "identity"}, event_hooks={"response": [_bound]}
+            headers={"Accept-Encoding": "identity"},
+            event_hooks={"response": [_bound]},
+            follow_redirects=False,  # prompts and key go to the address that was given, only
         ),
     )
 
@@ -228,7 +235,7 @@ async def find_model(client: Any, config: RegenerateSettings) -> Served:
     try:
         async with asyncio.timeout(PATIENCE_S):
             response = await quick.models.with_raw_response.list()
-        listed = typed(Models, response.content, "its list of models")
+        listed = _read(Models, response.content, "its list of models", config)
     except Exception as error:  # clients raise many kinds of error for bad replies
         fault, status = describe(error, config), getattr(error, "status_code", 0)
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
@@ -239,6 +246,8 @@ async def find_model(client: Any, config: RegenerateSettings) -> Served:
             )
         elif status == 429 or (status >= 500 and status != 501):
             problem = f"is there, but cannot answer now: {fault}; try again when it can"
+        elif 300 <= status < 400:
+            problem = f"{must}, got one that {fault}"
         elif isinstance(error, openai.APIStatusError):
             if config.served_model is not None:  # an endpoint need not list its models
                 return Served(config.served_model, "")
@@ -297,7 +306,7 @@ async def converse(
                     seed=dialogue.seed(config.seed),
                     extra_body=extra,
                 )
-            completion = typed(Completion, response.content, "the reply")
+            completion = _read(Completion, response.content, "the reply", config)
         except openai.BadRequestError as error:  # this prompt: too long, or refused
             dialogue.stop("refused by the endpoint", describe(error, config), final=True)
         except TimeoutError:
@@ -308,11 +317,25 @@ async def converse(
         except Exception as error:  # as in `find_model`
             dialogue.stop("the endpoint failed", describe(error, config), final=False)
         else:
-            take(dialogue, completion)
+            take(dialogue, completion, served.model)
     return dialogue.outcome
 
 
-def take(dialogue: Dialogue, completion: Completion) -> None:
+def _read(kind: type[T], content: bytes, name: str, config: RegenerateSettings) -> T:
+    """Parse a reply; UntrustedError where it repeats the key, which would be written to files."""
+    parsed, key = typed(kind, content, name), _key(config) or ""
+    if len(key) >= SECRET and key in repr(parsed):
+        raise UntrustedError(f"{name} repeats the key in {config.api_key_variable}")
+    return parsed
+
+
+def take(dialogue: Dialogue, completion: Completion, model: str) -> None:
+    """Add a reply to a conversation, or end it there."""
+    by = completion.model or model
+    # A name may stand for a dated version, or for a folder: gpt-4o for gpt-4o-2024-08-06.
+    if by not in model and model not in by:
+        told = f"{shown(by, 100)} instead of {shown(model, 100)}"
+        return dialogue.stop("answered by another model", told, final=False)
     if not completion.choices:
         return dialogue.stop("a reply that cannot be read", "no choices", final=False)
     choice = completion.choices[0]
@@ -337,6 +360,11 @@ def describe(error: BaseException, config: RegenerateSettings) -> str:
     if key := _key(config):
         text = text.replace(key, "[the key]")
     text = shown(" ".join(text.split()), SHOWN)
+    if 300 <= (status or 0) < 400:
+        response: Any = getattr(error, "response", None)
+        to = str(response.headers.get("Location"))
+        to = to.replace(key, "[the key]") if key else to
+        return f"sends requests on to {shown(to, SHOWN)}, which is not followed ({status})"
     if isinstance(error, UntrustedError):
         return text
     return f"{status}: {text}" if status else f"{type(error).__name__}: {text}"
