@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from drafttrain.commands.setup.init_from import changed_target, coverage
+from drafttrain.commands.setup.init_from import coverage
 from drafttrain.commands.setup.target_and_drafter import (
     GivenDrafter,
+    changed_target,
     check_engine,
     describe_drafter,
     describe_target,
@@ -95,7 +96,8 @@ def first_weights(
     spec = material.source.spec
     counts = token_counts(material.samples, spec.vocab_size)
     if start is not None:
-        for line in [*start.lines, *changed_target(start.origin, start.fingerprint, spec)]:
+        changed = changed_target(start, config.model, spec, "trained further for")
+        for line in [*start.lines, *changed]:
             say(line)
         say(describe_drafter(start.drafter) + coverage(start.drafter, counts))
         if start.drafter.changes_target and material.target is not None:
