@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,7 @@ VOLATILE = ("transformers_version", "_name_or_path", "use_cache")
 
 def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
     """Raise ValueError, naming `origin`, if a model directory lacks a file or holds a torn one."""
-    if not folder.is_dir():
-        problem = "which is a file" if folder.exists() else "which does not exist"
-        raise ValueError(
-            f"{origin} must be a directory that holds a model, {problem};"
-            " give the directory that holds config.json"
-        )
+    check_kind(folder, origin)
     missing = []
     if not (folder / CONFIG).is_file():
         missing.append(CONFIG)
@@ -54,11 +50,6 @@ def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
     if missing:
         raise ValueError(
             f"{origin} must hold {CONFIG}, a tokenizer and weights; missing: {', '.join(missing)}"
-        )
-    if (folder / ADAPTER).exists():  # Transformers would load the model it names, from anywhere
-        raise ValueError(
-            f"{origin} must hold a whole model, and holds an adapter of another ({ADAPTER}); merge"
-            " it into the model, or remove that file to have the model without it"
         )
     settings = read_object(folder / CONFIG, f"{origin}: {CONFIG}")
     check_sizes(settings, origin)
@@ -80,6 +71,43 @@ def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
     for file in files:
         if file.suffix == ".safetensors":
             tensors_in(file, origin)
+
+
+def check_kind(folder: Path, origin: str) -> None:
+    """Raise ValueError, naming what it is, unless a folder may hold a model as Transformers does.
+
+    An adapter is refused even beside weights: Transformers would load the model that it names.
+    """
+    gguf = [folder] if folder.is_file() else sorted(folder.glob("*.gguf"))
+    whole = folder.is_dir() and (folder / CONFIG).is_file()
+    if gguf and not whole and (gguf[0].suffix == ".gguf" or _begins_as_gguf(gguf[0])):
+        raise ValueError(
+            f"{origin} is GGUF ({shown(gguf[0].name)}), which is not read yet; give the directory "
+            "of safetensors that it was converted from"
+        )
+    if not folder.is_dir():
+        problem = "which is a file" if folder.exists() else "which does not exist"
+        raise ValueError(
+            f"{origin} must be a directory that holds a model, {problem};"
+            " give the directory that holds config.json"
+        )
+    if not (folder / ADAPTER).exists():
+        return
+    base = "another model"
+    with suppress(UntrustedError, OSError, KeyError):
+        base = shown(read_object(folder / ADAPTER)["base_model_name_or_path"])
+    kind = "an adapter beside a model" if whole else "an adapter alone, such as LoRA's"
+    remedy = ", or remove that file to have the model without it" if whole else ""
+    raise ValueError(
+        f"{origin} must hold a whole model, and holds {kind} ({ADAPTER}), for {base}; merge it into"
+        " that model with PEFT (merge_and_unload, then save_pretrained) and give the directory of "
+        f"the result{remedy}"
+    )
+
+
+def _begins_as_gguf(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(4) == b"GGUF"
 
 
 def check_settings(settings: dict[str, Any], origin: str) -> None:
