@@ -200,8 +200,11 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         check_depths(each, reference_settings(settings, name, each))
     prompts = fitting(prompts, skipped, target, template, every, everyone)
     lines = [widened] if widened else []
-    sibling = changed_target(given, model, target.spec)
-    lines += sibling
+    label = model.label
+    if sibling := changed_target(given, model, target.spec):
+        lines += sibling
+        # Without the folder's path: reports stand on cards that are pushed.
+        label += f" ({Path(model.path or model.repo or model.name).name})"
     if drafter.changes_target:
         lines += [tuned_statement(drafter.config.name)]
     if settings.of_tasks:
@@ -232,7 +235,9 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         folder=folder,
         settings=settings,
         seed=config.run.seed,
-        label=f"{model.label} ({model.origin})" if sibling else model.label,
+        label=f"{model.label} ({Path(model.path or model.repo or model.name).name})"
+        if sibling
+        else model.label,
         parts=Parts(target, exact, drafter, config.drafter.name, draft_dtype, references),
         prompts=prompts,
         template=template,
