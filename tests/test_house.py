@@ -12,7 +12,7 @@ CHANGES = {
     *("SkipReport", "Counters", "DecodeStats"),
 }
 # A journal that is complete gets its last name, a checkpoint that is deleted is hidden first.
-RENAMES = {"runtime.disk", "evaluation.measurements", "training.checkpoint"}
+RENAMES = {"runtime.disk", "evaluation.measurements"}
 
 
 def thawed(source: str) -> list[str]:

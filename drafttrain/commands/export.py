@@ -20,6 +20,7 @@ from drafttrain.commands.setup.target_and_drafter import (
 )
 from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import ExportConfig
+from drafttrain.core.types import changed_part
 from drafttrain.data.evaluation_prompts import load_prompts
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.engines import CONVERTER
@@ -158,8 +159,8 @@ def _measured(config: ExportConfig, wanted: _ToExport, written_drafter: Drafter,
     prompts, skipped = load_prompts(settings.source)
     target, _ = load_target_to_decode(config.model, config.hardware, device)
     trained_on, given = wanted.drafter.spec.fingerprint, target.spec.fingerprint
-    same = f"be the target that the drafter was trained on, {trained_on[:16]}"
-    require(trained_on in ("", given), "model", same, given[:16])
+    same = "be the target that the drafter was trained on"
+    require(trained_on in ("", given), "model", same, changed_part(trained_on, given))
     change_target(target, GivenDrafter(wanted.drafter, None, wanted.drafter.config.name, ()))
     trained = copy.deepcopy(wanted.drafter)
     for drafter in (trained, written_drafter):

@@ -9,7 +9,7 @@ from hydra.core.override_parser.types import Override
 
 from drafttrain.config.groups import BEFORE, WITHHELD, complete, own_groups
 from drafttrain.config.overrides import SAVED, UsageError, parse, spelled
-from drafttrain.runtime.run_folder import CONFIG, has_checkpoints, load_config
+from drafttrain.runtime.run_folder import CONFIG, absolute, has_checkpoints, load_config
 from drafttrain.runtime.settings import AUTO, require
 from drafttrain.runtime.untrusted_input import did_you_mean, shown
 
@@ -136,7 +136,8 @@ def differences(config: Any, saved: Saved) -> list[Difference]:
             for key, value in asdict(section).items()
             if key in keys
             and key not in WITHHELD
-            and before.get(key) != value
+            and absolute(f"{field.name}.{key}", before.get(key))
+            != absolute(f"{field.name}.{key}", value)
             and not (field.name == "trainer" and value == AUTO)  # not chosen yet
         ]
     return found

@@ -45,6 +45,22 @@ class Batch:
     document: Int[Tensor, "batch seq"]
 
 
+def changed_part(before: str, now: str) -> str:
+    """Return, for a message, in which part of a target two unequal fingerprints differ."""
+    if ("-" in before) != ("-" in now):
+        return (
+            f"fingerprints {before[:16]} and {now[:16]} cannot be compared: one of them was made "
+            "by drafttrain before 0.5, or is of random weights"
+        )
+    (config, _, weights), (new_config, _, new_weights) = before.partition("-"), now.partition("-")
+    parts = [
+        *(["configuration"] if config != new_config else []),
+        *(["weights"] if weights != new_weights else []),
+    ]
+    verb = "differs" if parts == ["configuration"] else "differ"
+    return f"the {' and '.join(parts)} {verb}: fingerprint {before[:16]}, now {now[:16]}"
+
+
 @dataclass(frozen=True)
 class TargetSpec:
     """The properties of a target that are known before any weight is loaded."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.run_folder import absolute
 from drafttrain.runtime.untrusted_input import UntrustedError, read_object, shown
 
 SETTINGS = "settings.json"
@@ -59,7 +60,7 @@ def require_same(
         ) from None
     for key, now in settings.items():
         before = earlier.get(key, UNRECORDED.get(key))
-        if before != now:
+        if absolute(key, before) != absolute(key, now):
             before, now = ("null" if value is None else value for value in (before, now))
             raise ValueError(
                 f"{key} must be {shown(before)} as in {result}, which exists and is not "

@@ -13,6 +13,7 @@ from drafttrain.runtime.untrusted_input import read_object, shown
 from drafttrain.target.describe import describe
 from drafttrain.target.pretrained import hub
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
+from drafttrain.target.pretrained.files import check_kind
 from drafttrain.target.pretrained.inflate import inflated_width
 from drafttrain.target.pretrained.limits import check_sizes, without_weights
 from drafttrain.target.pretrained.models import EMBEDDED
@@ -129,6 +130,7 @@ def settings_of(config: ModelConfig) -> Any:
         sizes = {key: value for key, value in vars(config).items() if key in SIZES}
     elif config.path or config.embedded:
         folder = Path(config.path).expanduser() if config.path else EMBEDDED
+        check_kind(folder, config.origin)
     elif sizes.pop("of", None) == config.repo:
         sizes.pop("gated", None)
         for key in [key for key in SIZES if sizes.get(key) is None]:

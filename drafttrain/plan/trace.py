@@ -318,7 +318,7 @@ def trace(
     step(False)
     return DrafterCost(
         num_parameters=sum(sizes),
-        num_trained=sum(p.numel() for p in trained),
+        num_trained=sum(p.numel() for p in trainable),
         num_muon=sum(p.numel() for p in by_muon),
         muon_flops=sum(newton_schulz_flops(*p.shape) for p in by_muon),
         num_copied=sum(b.numel() for b in drafter.buffers() if b.dim() > 1),

@@ -26,6 +26,12 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"  # of a store
 PROVENANCE = "provenance.json"
 LOG = "train.log"
+# The settings that name a file or a folder: recorded so that they hold wherever they are read.
+PATHS = frozenset(
+    {"model.path", "data.path", "data.cache_dir", "drafter.path", "drafter.members", "store.dir"}
+    | {"features.dir", "run.init_from", "eval.prompts", "eval.vllm_python", "vllm.python"}
+)
+WITHIN = "${run.dir}/"  # begins a path below the run folder, which may be moved or copied
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "datasets", "peft", "deepspeed", "wandb"),
     *("hydra-core", "huggingface_hub", "safetensors", "numpy"),
@@ -65,9 +71,38 @@ def _quoted(word: str) -> str:
     return "$'" + "".join(char or code for char, code in zip(plain, codes, strict=True)) + "'"
 
 
+def absolute(key: str, value: Any) -> Any:
+    """Return the value of a setting; where it names what exists here, by its absolute path.
+
+    Other names stay as they are: of a repository, of a program on the PATH, in a home folder.
+    """
+    if key not in PATHS:
+        return value
+    if isinstance(value, list):
+        return [absolute(key, one) for one in value]
+    here = isinstance(value, str) and bool(value) and os.path.lexists(value)
+    return os.path.abspath(value) if here else value
+
+
 def write_config(config: Any, path: Path) -> None:
-    """Write the sections of a command such as `TrainConfig`, each with its class."""
-    write_whole(path, yaml.safe_dump(sections_of(config), sort_keys=False, allow_unicode=True))
+    """Write the sections of a command such as `TrainConfig`, each with its class.
+
+    Paths are written absolute, or from `WITHIN` where they lie in the folder of `path`.
+    """
+    folder = f"{os.path.abspath(path.parent)}/"
+
+    def recorded(value: Any) -> Any:
+        if isinstance(value, list):
+            return [recorded(one) for one in value]
+        below = isinstance(value, str) and value.startswith(folder)
+        return WITHIN + value.removeprefix(folder) if below else value
+
+    plain = sections_of(config)
+    for name, section in plain.items():
+        for key in section:
+            if (whole := f"{name}.{key}") in PATHS:
+                section[key] = recorded(absolute(whole, section[key]))
+    write_whole(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
 def sections_of(config: Any) -> dict[str, dict[str, Any]]:
@@ -123,7 +158,19 @@ def load_config(folder: Path, key: str = "run.dir") -> dict[str, dict[str, Any]]
         raise ValueError(f"{file} must hold the sections of a run, got something else")
     for name, section in saved.items():
         _check_plain(section, f"{shown(file, 400)}: {shown(name)}", DEEPEST)
+        for key in section:
+            if f"{name}.{key}" in PATHS:
+                section[key] = _moved(section[key], folder)
     return saved
+
+
+def _moved(value: Any, folder: Path) -> Any:
+    """Return a recorded path, or several, where the run is now in `folder`."""
+    if isinstance(value, list):
+        return [_moved(one, folder) for one in value]
+    if not (isinstance(value, str) and value.startswith(WITHIN)):
+        return value
+    return os.path.join(os.path.abspath(folder), value.removeprefix(WITHIN))
 
 
 def _check_plain(value: Any, where: str, depth: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafttrain.core.chance import Chance, SeededChance
 from drafttrain.core.placed_batch import host_of, placed
-from drafttrain.core.types import FeatureSource, LossTerm, TargetSpec, weighted_sum
+from drafttrain.core.types import FeatureSource, LossTerm, TargetSpec, changed_part, weighted_sum
 from drafttrain.data.batches import Batches, StepGroup
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter, TrainingChance
@@ -82,10 +82,10 @@ def resumed(
         )
     if state.fingerprint != spec.fingerprint:
         raise ValueError(
-            f"a resumed run must have the target of its checkpoint, with fingerprint "
-            f"{state.fingerprint[:16]}, but {spec.name} has "
-            f"{spec.fingerprint[:16]}; point model.path at the old one, or start "
-            "another run by run.name=ANOTHER_NAME"
+            f"a resumed run must have the target of its checkpoint, got {spec.name}, of which "
+            f"{changed_part(state.fingerprint, spec.fingerprint)}; point model.path at the old "
+            "one, or start another run from this one's weights by run.name=ANOTHER_NAME "
+            f"run.init_from={checkpoints.folder.parent}"
         )
     batches.load_state_dict(state.data)
     if before["dtype"] != now["dtype"]:

@@ -182,5 +182,5 @@ def test_a_member_that_was_trained_on_another_target_is_refused(
     (other / "config.json").write_text(json.dumps(settings))
     told = arguments(place, ["ngram", str(place / member)], tmp_path / "new", str(other))
     assert main(told) == 2
-    said = "drafter.members must be trained on other, whose fingerprint is "
+    said = "drafter.members must be trained on other, got "
     assert_refused(capsys, said, tmp_path / "new")

@@ -1,6 +1,7 @@
 """Training that starts from a run or an export, also on another target."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,40 @@ def other_target(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
+def run_target(run: Path) -> str:
+    return yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
+
+
+def test_a_run_is_evaluated_on_a_fine_tuned_sibling_of_its_target(
+    run: Path, other_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = f"eval.prompts={run.parent / 'prompts.jsonl'}"
+    told = ["evaluate", f"run.dir={run}", f"model.path={other_target}", prompts, *SHORT]
+    assert main([*told, "eval.name=sibling"]) == 0
+    named = re.compile(
+        rf"drafter trained for \w+ \({run_target(run)}\), measured on \w+ \({other_target}\): "
+        "the weights differ: fingerprint "
+    )
+    assert named.search(capsys.readouterr().out.replace("\n", " "))
+    report = json.loads((run / "evaluations" / "sibling" / "report.json").read_text())
+    assert any(named.match(note) for note in report["notes"])
+    assert f"({other_target.name})" in report["target"]
+    assert str(other_target) not in report["target"]  # which stands on cards that are pushed
+    assert report["lossless"]["greedy_identical"] == report["lossless"]["greedy_total"] > 0
+    narrow = tmp_path / "narrow"
+    shutil.copytree(other_target, narrow)
+    settings = json.loads((narrow / "config.json").read_text())
+    settings["num_hidden_layers"] -= 1
+    (narrow / "config.json").write_text(json.dumps(settings))
+    weights = load_file(narrow / "model.safetensors")
+    last = f".layers.{settings['num_hidden_layers']}."
+    weights = {name: tensor for name, tensor in weights.items() if last not in name}
+    save_file(weights, narrow / "model.safetensors", metadata={"format": "pt"})
+    told[2] = f"model.path={narrow}"
+    assert main([*told, "eval.name=narrow"]) == 2
+    assert "model must have num_layers=" in capsys.readouterr().err
+
+
 def start_of(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "initial" / "drafter.safetensors")
 
@@ -88,7 +123,8 @@ def test_a_run_is_trained_further_on_another_target_and_compared_with_what_it_wa
     told = [f"run.init_from={run}", f"run.dir={adapted}", f"model.path={other_target}"]
     assert train(*told, f"data.path={data}", "trainer.max_steps=1") == 0
     said = capsys.readouterr().out
-    assert "the target has changed" in said
+    assert f"({run_target(run)}), trained further for " in said
+    assert f"({other_target}): the weights differ: fingerprint " in said
     assert "its vocabulary stays" in said
     assert same(start_of(adapted), weights_of(run))
     assert not same(weights_of(adapted), weights_of(run))
@@ -181,7 +217,7 @@ def test_an_export_is_trained_further_and_keeps_its_shape(
     told = [f"run.init_from={served}", f"run.dir={adapted}", f"model.path={other_target}", data]
     told += ["trainer.max_steps=1", "drafter=eagle3", "drafter.unroll=1"]
     assert train(*told, "drafter.draft_vocab_size=5000") == 0, "at most so many"
-    assert "the target has changed" in capsys.readouterr().out
+    assert "drafter trained for another target, trained further for " in capsys.readouterr().out
     assert same(start_of(adapted), weights_of(run))
     assert yaml.safe_load((adapted / "config.yaml").read_text())["drafter"]["name"] == "eagle3"
 
@@ -208,7 +244,7 @@ def test_an_export_is_trained_further_and_keeps_its_shape(
     prompts = f"eval.prompts={run.parent / 'prompts.jsonl'}"
     told = ["evaluate", f"drafter.path={served}", f"run.dir={tmp_path / 'e'}", prompts, *SHORT]
     assert main([*told, f"model.path={other_target}", *QUICK]) == 0
-    assert "the target has changed" in capsys.readouterr().out
+    assert "drafter trained for another target, trained further for " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def with_adapter(folder: Path) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
-    "an adapter of a model elsewhere": (with_adapter, r"holds an adapter of another"),
+    "an adapter of a model elsewhere": (with_adapter, r"holds an adapter beside a model"),
     "other weights": (
         lambda folder: change(folder / "config.json", transformers_weights="x.safetensors"),
         r"transformers_weights"),

@@ -279,10 +279,10 @@ def test_what_a_drafter_lacks_in_a_store_is_named(target: Target, tmp_path: Path
         store.require("x", (1, 2), None)
     with pytest.raises(ValueError, match=r"must be a folder that `capture` made, got .*nothing"):
         open_store(tmp_path / "nothing")
-    said = r"of tiny_test with the weights of fingerprint .* but model\.path=x has other"
+    said = r"must be of model\.path=x, got one of tiny_test: fingerprints .* cannot be compared"
     with pytest.raises(ValueError, match=said):
         store.check_target("other", "of a template", "model.path=x")
-    with pytest.raises(ValueError, match=r"of tiny_test with the chat template of fingerprint"):
+    with pytest.raises(ValueError, match=r"of tiny_test: the chat template differs"):
         store.check_target(target.spec.fingerprint, "other", "model.path=x")
     manifest = tmp_path / "some" / "manifest.json"
     plain = json.loads(manifest.read_text())

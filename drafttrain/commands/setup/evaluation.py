@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from drafttrain.commands.setup.init_from import changed_target, drafter_before
+from drafttrain.commands.setup.init_from import drafter_before
 from drafttrain.commands.setup.target_and_drafter import (
     GivenDrafter,
     change_target,
-    check_fingerprint,
+    changed_target,
     check_members,
+    check_sibling,
     drafter_to_evaluate,
     inflate_as,
     load_alone,
@@ -91,8 +92,7 @@ def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
     """Make a drafter ready to draft for a target. ValueError where it cannot."""
     drafter = given.drafter
     check_members(given, target.spec)
-    if given.checkpoint is not None:  # the run may have deleted it since it was read
-        check_fingerprint(given.checkpoint, drafter.spec.fingerprint, target.spec)
+    check_sibling(given, target.spec)
     change_target(target, given)
     if drafter.changes_target:
         console.print(tuned_statement(drafter.config.name))
@@ -202,7 +202,11 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         check_depths(each, reference_settings(settings, name, each))
     prompts = fitting(prompts, skipped, target, template, every, everyone)
     lines = [widened] if widened else []
-    lines += changed_target(given.origin, given.fingerprint, target.spec)
+    label = model.label
+    if sibling := changed_target(given, model, target.spec):
+        lines += sibling
+        # Without the folder's path: reports stand on cards that are pushed.
+        label += f" ({Path(model.path or model.repo or model.name).name})"
     if drafter.changes_target:
         lines += [tuned_statement(drafter.config.name)]
     if settings.of_tasks:
@@ -236,7 +240,9 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         folder=folder,
         settings=settings,
         seed=config.run.seed,
-        label=model.label,
+        label=f"{model.label} ({Path(model.path or model.repo or model.name).name})"
+        if sibling
+        else model.label,
         parts=Parts(target, exact, drafter, config.drafter.name, draft_dtype, references),
         prompts=prompts,
         template=template,

@@ -14,6 +14,7 @@ from drafttrain.commands.setup.target_and_drafter import (
     best_of,
     expected_spec,
     require_family,
+    target_of,
 )
 from drafttrain.config.compose import load_choice
 from drafttrain.config.overrides import UsageError
@@ -66,7 +67,9 @@ def _of_run(folder: Path, config: DrafterConfig, spec: TargetSpec) -> GivenDraft
             f"{spec.name}: {error}"
         ) from error
     line = f"start: {checkpoint}, trained on {state.tokens:,} tokens"
-    return GivenDrafter(drafter, checkpoint, str(checkpoint), (line,), state.fingerprint)
+    return GivenDrafter(
+        drafter, checkpoint, str(checkpoint), (line,), state.fingerprint, target_of(folder)
+    )
 
 
 def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> GivenDrafter:
@@ -125,16 +128,6 @@ def _require_given_shape(folder: Path, given: DrafterConfig, drafter: Drafter) -
                 f"drafter.{key} must be left out, or {value} as in run.init_from={folder}, got "
                 f"{asked}; leave out run.init_from to train a drafter of another shape"
             )
-
-
-def changed_target(origin: str, fingerprint: str | None, spec: TargetSpec) -> list[str]:
-    """Return a warning for a drafter that is known to be trained on other weights than these."""
-    if fingerprint is None or fingerprint == spec.fingerprint:
-        return []
-    return [
-        f"the target has changed: {origin} was trained on one with fingerprint {fingerprint[:16]}, "
-        f"{spec.name} has {spec.fingerprint[:16]}; its acceptance was of the other one"
-    ]
 
 
 def coverage(drafter: Drafter, token_counts: Int[Tensor, " vocab"]) -> str:

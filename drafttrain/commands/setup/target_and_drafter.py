@@ -17,7 +17,7 @@ from drafttrain.commands.setup.store_contents import refuse_without_store
 from drafttrain.config.compose import load_choice, recorded
 from drafttrain.config.sections import CaptureConfig, TrainConfig
 from drafttrain.core.ops.graphs import CAPTURES
-from drafttrain.core.types import FeatureSource, Sample, TargetSpec
+from drafttrain.core.types import FeatureSource, Sample, TargetSpec, changed_part
 from drafttrain.data.chat import encode, within_positions, within_vocabulary
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
@@ -40,7 +40,7 @@ from drafttrain.runtime.run_folder import (
     load_config,
     write_config,
 )
-from drafttrain.runtime.settings import AUTO
+from drafttrain.runtime.settings import AUTO, require
 from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.untrusted_input import UntrustedError, read_typed, shown
 from drafttrain.target.answers.selfgen import selfgen
@@ -346,6 +346,7 @@ class GivenDrafter:
     origin: str  # identifies the very weights: results of others are not mixed in
     lines: tuple[str, ...]  # what to print about it
     fingerprint: str | None = None  # of the target it was trained on, where its files say so
+    trained_for: str = "another target"  # the name of that target, for messages
     members: "tuple[GivenDrafter, ...]" = ()  # the drafters that it drafts with
 
     @property
@@ -377,7 +378,8 @@ def drafter_to_evaluate(run: Path, config: DrafterConfig, model: ModelConfig) ->
     if (holder := holder_of(run)) is not None:
         console.print(f"{run} is still written by {holder}: its best checkpoint so far is taken")
     drafter, checkpoint = load_drafter(run, config, recorded_spec(run))
-    return GivenDrafter(drafter, checkpoint, str(checkpoint), ())
+    trained_on = drafter.spec.fingerprint if checkpoint else None
+    return GivenDrafter(drafter, checkpoint, str(checkpoint), (), trained_on, target_of(run))
 
 
 def _joined(config: JoinedConfig, model: ModelConfig) -> GivenDrafter:
@@ -426,8 +428,8 @@ def check_members(given: GivenDrafter, spec: TargetSpec) -> None:
         trained_on = each.fingerprint if each.checkpoint is None else each.drafter.spec.fingerprint
         if trained_on not in (None, spec.fingerprint):
             raise ValueError(
-                f"drafter.members must be trained on {spec.name}, whose fingerprint is "
-                f"{spec.fingerprint[:16]}, got {each.origin}, trained on {trained_on[:16]}"
+                f"drafter.members must be trained on {spec.name}, got {each.origin}: "
+                f"{changed_part(trained_on, spec.fingerprint)}"
             )
 
 
@@ -441,14 +443,64 @@ def record_evaluation(config: Any) -> None:
         write_config(config, folder / CONFIG)
 
 
+def target_of(run: Path) -> str:
+    """Return the name of the target that a run was trained on, and where it was."""
+    model = load_config(run).get("model", {})
+    return _named_target(model.get("name"), model.get("path") or model.get("repo"))
+
+
+def _named_target(name: object, where: object) -> str:
+    return f"{shown(name)} ({shown(where, 400)})" if where else shown(name)
+
+
+def changed_target(
+    given: GivenDrafter, model: ModelConfig, spec: TargetSpec, now: str = "measured on"
+) -> list[str]:
+    """Return a line that names both targets if a drafter is known to be trained on another.
+
+    model, spec: what it meets. now: what happens to it there.
+    """
+    if given.fingerprint in (None, "", spec.fingerprint):
+        return []
+    assert given.fingerprint is not None
+    return [
+        f"drafter trained for {given.trained_for}, {now} "
+        f"{_named_target(model.name, model.path or model.repo)}: "
+        f"{changed_part(given.fingerprint, spec.fingerprint)}"
+    ]
+
+
+def check_sibling(given: GivenDrafter, spec: TargetSpec) -> None:
+    """Refuse a run's drafter for a target that is not shaped as the one that it was trained on.
+
+    A fine-tune of that target will do, unless training changed the target's weights as well.
+    """
+    drafter, before = given.drafter, given.drafter.spec
+    if given.fingerprint == spec.fingerprint or given.checkpoint is None:
+        return
+    for key in ("vocab_size", "hidden_size", "num_layers"):
+        require(
+            getattr(before, key) == getattr(spec, key),
+            "model",
+            f"have {key}={getattr(before, key)} as {given.trained_for}, for which "
+            f"{given.checkpoint} was trained",
+            getattr(spec, key),
+        )
+    require(
+        not drafter.changes_target,
+        "model",
+        f"be {given.trained_for}, whose weights {given.checkpoint} was trained together with",
+        f"{spec.name}: {changed_part(before.fingerprint, spec.fingerprint)}",
+        f"; adapt the drafter by train run.init_from={given.checkpoint.parent.parent}",
+    )
+
+
 def check_fingerprint(checkpoint: Path, trained_on: str, spec: TargetSpec) -> None:
-    """Refuse a checkpoint that was trained on other weights than the target's."""
+    """Refuse a checkpoint of another target than the one that its run has recorded."""
     if trained_on != spec.fingerprint:
         raise ValueError(
-            f"{checkpoint} was trained on a target with fingerprint {trained_on[:16]}, but "
-            f"{spec.name} has {spec.fingerprint[:16]}; a drafter serves the very weights it was "
-            "trained on: point model.path at those, or adapt it to these by train run.init_from="
-            f"{checkpoint.parent.parent}; evaluating that shows acceptance before and after"
+            f"{checkpoint} must be of the target that {PROVENANCE} records, {spec.name}: "
+            f"{changed_part(trained_on, spec.fingerprint)}; restore that file, or train another run"
         )
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafttrain.core.types import changed_part
 from drafttrain.drafters.serving.layout import Config, ServedLayout, Unfit
 from drafttrain.formats.write.directory import ADDED, CODE, CONFIG, INDEX, MODEL_FILES
 from drafttrain.runtime.untrusted_input import read_object
 from drafttrain.target.pretrained import files
+from drafttrain.target.pretrained.models import fingerprint_of
 
 
 def config_within(layout: ServedLayout, native: Config, target: Path, fingerprint: str) -> Config:
@@ -20,10 +22,11 @@ def config_within(layout: ServedLayout, native: Config, target: Path, fingerprin
     fingerprint: of the target that the drafter was trained on; "" if it is not known. ValueError
     where the directory holds another, or cannot hold the drafter.
     """
-    if fingerprint and files.fingerprint(target) != fingerprint:
+    now = fingerprint_of(target)
+    if fingerprint not in ("", now):
         raise ValueError(
-            f"model must be the target that the drafter was trained on, but {target} has other "
-            f"weights: their fingerprint is not {fingerprint[:16]}"
+            f"model must be the target that the drafter was trained on, got {target}: "
+            f"{changed_part(fingerprint, now)}"
         )
     if any(file.suffix != ".safetensors" for file in files.weight_files(target)):
         raise ValueError(

@@ -189,6 +189,17 @@ def rope_theta_of(text: Any) -> float:
     return float(rope["rope_theta"])
 
 
+def rope_scaling_of(text: Any) -> dict[str, Any] | None:
+    """Return the scaling of the rotary positions, of full attention if there are several."""
+    stated = getattr(text, "rope_parameters", None) or {}
+    full = stated.get("full_attention")
+    kind, rope = _ropes(text)[0]
+    if isinstance(full, dict):
+        kind, rope = full.get("rope_type") or "default", full
+    numbers = {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type")}
+    return None if kind == "default" else {"rope_type": kind, **numbers}
+
+
 def _embedding_scale(config: ModelConfig, model_config: Any, who: str) -> float:
     # Read from a model without weights, whose structure is checked on the way.
     try:

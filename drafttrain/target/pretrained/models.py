@@ -1,6 +1,7 @@
 """Find a target and load its configuration, tokenizer and weights with Transformers."""
 
 import dataclasses
+import inspect
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from drafttrain.target.pretrained.inflate import inflate, inflated_width
 from drafttrain.target.pretrained.quantize import quantization_of
 
 EMBEDDED = Path(__file__).parents[2] / "assets" / "tiny"
+TOKEN_IDS = ("_token_id", "_token_ids", "_token_index")
 QUIET_BYTES = 1 << 30  # smaller models load too fast for a progress bar
 
 
@@ -156,19 +158,52 @@ def attention_of(model_config: Any) -> str:
 def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
     """Return a hash of the target's configuration and weights, to which features are bound.
 
-    For a directory it does not depend on its path or on the dtype it is loaded in (see
-    `files.fingerprint`); for random weights it covers what determines them. Inflating a target
+    For a directory it does not depend on its path, on how its weights are split over files or on
+    the dtype they are loaded in (see `files.fingerprint` and `settings_that_count`); for random
+    weights it covers what determines them. Inflating a target
     does not change it: a drafter that was trained on the one serves the other.
     """
     folder = find(config, weights=True)
     if folder is not None:
-        return files.fingerprint(folder)
+        return files.fingerprint(folder, settings=settings_that_count(load_model_config(config)))
     assert isinstance(config, RandomModelConfig), "only random targets have no directory"
     common = {field.name for field in dataclasses.fields(ModelConfig)}
     drawn = {k: v for k, v in dataclasses.asdict(config).items() if k not in common}
     if not config.portable:
         drawn |= {"drawn_as": str(dtype), "drawn_on": torch.device(device).type}
     return files.fingerprint_settings(drawn)
+
+
+def fingerprint_of(folder: Path) -> str:
+    """Return the fingerprint of a model's directory whose configuration Transformers knows."""
+    known = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    return files.fingerprint(folder, settings=settings_that_count(known))
+
+
+def settings_that_count(model_config: Any) -> dict[str, Any]:
+    """Return the settings by which a configuration differs from the defaults of its class.
+
+    Only keys that the class itself defines: others are not read by the model. Not token ids, dtype
+    and caching, which change no hidden state. Defaults are left out so that a key which a later
+    Transformers adds changes nothing.
+    """
+    kind = type(model_config)
+    common = {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    # A class that brings its own code may state its keys as arguments.
+    for name, parameter in inspect.signature(kind.__init__).parameters.items():
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and name != "self":
+            defaults.setdefault(name, parameter.default)
+    found: dict[str, Any] = {"model_type": model_config.model_type}
+    for name in defaults.keys() - common - {"use_cache", "cache_implementation"}:
+        value = getattr(model_config, name, None)
+        if name.endswith(TOKEN_IDS) or value == defaults[name]:
+            continue
+        nested = isinstance(value, transformers.PretrainedConfig)
+        found[name] = settings_that_count(value) if nested else value
+    if (quantized := getattr(model_config, "quantization_config", None)) is not None:
+        found["quantization_config"] = quantized
+    return found
 
 
 def _read(

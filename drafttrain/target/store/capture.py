@@ -17,7 +17,7 @@ from rich import filesize
 from torch import Tensor
 
 from drafttrain.core.placed_batch import placed
-from drafttrain.core.types import FeatureSource, Sample
+from drafttrain.core.types import FeatureSource, Sample, changed_part
 from drafttrain.data.batches import collate
 from drafttrain.runtime.disk import FULL, DiskError, errno_of, reason, write_whole
 from drafttrain.runtime.hardware import dtype_name
@@ -152,6 +152,11 @@ def prepare(
         "store.shard_mb": float(config.shard_mb),
     }
     begun = settings if earlier is None else earlier.settings
+    if (before := begun.get("model")) != (now := target.spec.fingerprint):
+        raise StoreError(
+            f"model must be the target that {folder} was started with, got {target.spec.name}: "
+            f"{changed_part(str(before), now)}; set it as it was, or capture into another store.dir"
+        )
     for key, value in settings.items():
         if begun.get(key) != value:
             raise StoreError(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import Batch, Sample, TargetFeatures
+from drafttrain.core.types import Batch, Sample, TargetFeatures, changed_part
 from drafttrain.data.batches import documents_of
 from drafttrain.runtime.lock import require_free
 from drafttrain.runtime.run_folder import call
@@ -154,16 +154,19 @@ class StoredTarget:
 
     def check_target(self, spec_fingerprint: str, template: str, origin: str) -> None:
         for what, key, found in (
-            ("weights", "model", spec_fingerprint),
+            ("target", "model", spec_fingerprint),
             ("chat template", "chat template", template),
         ):
             stored = self.manifest.settings[key]
             if stored != found:
+                differs = f"the {what} differs: fingerprint {stored[:16]}, now {found[:16]}"
+                if key == "model":
+                    differs = changed_part(stored, found)
                 raise StoreError(
-                    f"features.dir={self.folder} is of {self.spec.name} with the {what} of "
-                    f"fingerprint {stored[:16]}, but {origin} has {found[:16]}; point model.path "
-                    "at the target that was captured (data.template_kwargs and "
-                    "data.template_date as they were), or capture this one"
+                    f"features.dir={self.folder} must be of {origin}, got one of {self.spec.name}: "
+                    f"{differs}; point model.path at the target that was captured "
+                    "(data.template_kwargs and data.template_date as they were), or capture this "
+                    "one into another store.dir"
                 )
 
     def _shard(self, number: int) -> dict[str, list[Tensor]]:
