@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from drafttrain import __version__
+from drafttrain.commands.setup.preview import preview
 from drafttrain.commands.setup.store_contents import asked_by
 from drafttrain.commands.setup.target_and_drafter import (
     check_engine,
@@ -35,6 +36,8 @@ from drafttrain.target.store.capture import capture as write_store
 
 def capture(config: CaptureConfig) -> None:
     """Write the features that drafters read to store.dir, once; resume where a capture stopped."""
+    if config.data.preview:
+        return preview(config)
     ranks = join_ranks(choose_device(config.hardware))
     ranks = replace(ranks, goes_on="the same command resumes where it stopped")
     stop = StopRequest(": what is stored stays, and the same command resumes where it stopped")

@@ -98,6 +98,7 @@ def selfgen_config(folder: Path, count: int = 11) -> SelfgenConfig:
         holdout=0,
         template_kwargs={},
         template_date="2024-07-26",
+        preview=0,
         template="chat",
         seed=5,
         num_conversations=count,

@@ -44,6 +44,7 @@ def config(tmp_path: Path) -> SelfgenConfig:
         holdout=0,
         template_kwargs={},
         template_date="2024-07-26",
+        preview=0,
         template="chat",
         seed=5,
         num_conversations=18,

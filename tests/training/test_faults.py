@@ -423,6 +423,7 @@ def jsonl(path: Path) -> JsonlConfig:
         template="chat",
         template_kwargs={},
         template_date="2024-07-26",
+        preview=0,
         seed=0,
     )
 
