@@ -43,6 +43,7 @@ def main() -> None:
         template_kwargs={},
         template_date="2024-07-26",
         template="chat",
+        preview=0,
         seed=0,
     )
     samples, skipped = encode(*read(data)[:1], tokenizer, data)

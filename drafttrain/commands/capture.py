@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from drafttrain import __version__
+from drafttrain.commands.setup.preview import preview
 from drafttrain.commands.setup.store_contents import asked_by
 from drafttrain.commands.setup.target_and_drafter import (
     check_engine,
@@ -37,6 +38,8 @@ from drafttrain.target.store.capture import capture as write_store
 
 def capture(config: CaptureConfig) -> None:
     """Write the features that drafters read to store.dir, once; resume where a capture stopped."""
+    if config.data.preview:
+        return preview(config)
     stop = StopRequest(": what is stored stays, and the same command resumes where it stopped")
     with stop.listening():
         with stop.at_once():

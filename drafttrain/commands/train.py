@@ -9,6 +9,7 @@ from pathlib import Path
 from drafttrain import __version__
 from drafttrain.commands.setup.init_from import keep_start, starting_point
 from drafttrain.commands.setup.plan import foresee
+from drafttrain.commands.setup.preview import preview
 from drafttrain.commands.setup.target_and_drafter import source_of_features
 from drafttrain.commands.setup.training import first_weights, gather, validation_of
 from drafttrain.config.groups import follow_up, told_target
@@ -54,6 +55,8 @@ from drafttrain.training.loop import train as run_training
 
 def train(config: TrainConfig) -> None:
     """Train a drafter to predict the target's next tokens, from data to the best checkpoint."""
+    if config.data.preview:
+        return preview(config)
     with StopRequest().listening() as stop, ExitStack() as held:
         try:
             train_until(stop, config, held)

@@ -1,8 +1,9 @@
 """Conversations to tokens and loss mask: each one is tokenised once, as a whole."""
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ CHUNK = 512  # conversations tokenised at a time
 SHOW_FROM = 4096  # conversations from which a progress bar is worth it
 PLAIN_PROMPT = 32  # tokens of plain text that serve as a prompt
 CUT_CHARACTER = "\ufffd"  # what decoding gives for the first bytes of one
-REWRITTEN = "earlier answers are context only: the chat template rewrites them for later turns"
+REWRITTEN = "earlier answers are context only: later turns have them in other words or tokens"
 FOREIGN = "recorded answers have another target's tokens: their text is trained"
 REPEATED = "conversations repeat another, token for token: equal ones are held out or trained alike"
 
@@ -77,10 +78,10 @@ def encode(
             )
             for place, (conversation, located) in enumerate(kept):
                 # An empty text gives an empty list: the reshape keeps it two-dimensional.
-                starts = np.array(encoded["offset_mapping"][place]).reshape(-1, 2)[:, 0]
+                offsets = np.array(encoded["offset_mapping"][place]).reshape(-1, 2)
+                text = Tokenized(located.text, encoded["input_ids"][place], offsets)
                 with report.skipping(conversation.source):
-                    ids = encoded["input_ids"][place]
-                    tokens, mask = sample_of(conversation, located, ids, starts, config, report)
+                    tokens, mask = sample_of(located, text, tokenizer, config, report)
                     trained = torch.from_numpy(mask)
                     samples.append(Sample(torch.tensor(tokens), trained, conversation.index))
             tick(len(chunk))
@@ -94,7 +95,7 @@ def located_of(conversation: Conversation | PlainText, form: ChatFormat | None) 
     """Return a conversation as text, and which parts are trained: all of a plain text."""
     if form is None:
         assert isinstance(conversation, PlainText), "data.template=none reads plain text"
-        return Located(conversation.text, [Span(0, len(conversation.text))])
+        return Located(conversation.text, [Span(0, len(conversation.text), 0)])
     assert isinstance(conversation, Conversation), "a chat template is for turns"
     answers = [turn.content for turn in conversation.messages if turn.role == "assistant"]
     pairs = list(zip(conversation.recorded, answers, strict=False))
@@ -119,35 +120,71 @@ def own_words(recorded: Recorded | None, content: str, tokenizer: Any) -> Record
     return recorded if ours else Recorded(None, recorded.finished)
 
 
+@dataclass(frozen=True)
+class Tokenized:
+    """A text as tokens, and the characters at which each begins and ends."""
+
+    text: str
+    ids: list[int]
+    offsets: np.ndarray  # (tokens, 2)
+
+    def is_cut(self, at: int, tokenizer: Any) -> bool:
+        """Return whether the tokens before this character are those of the text before it."""
+        starts, ends = self.offsets.T
+        if ((starts < at) & (ends > at)).any():
+            return False
+        if " " not in self.text[max(at - 1, 0) : at + 1]:
+            return True
+        # Some tokenizers leave the spaces of a token out of its offsets.
+        before = tokenizer(self.text[:at], add_special_tokens=False, verbose=False)["input_ids"]
+        return self.ids[: len(before)] == list(before)
+
+    def cut(self, places: list[int], tokenizer: Any) -> "Tokenized":
+        """Return the text with its parts between these characters tokenised apart."""
+        ids: list[int] = []
+        offsets = [np.zeros((0, 2), dtype=int)]
+        for begin, end in itertools.pairwise([0, *sorted(places), len(self.text)]):
+            text = self.text[begin:end]
+            piece = tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            ids += piece["input_ids"]
+            offsets.append(np.array(piece["offset_mapping"], dtype=int).reshape(-1, 2) + begin)
+        return Tokenized(self.text, ids, np.concatenate(offsets))
+
+
 def sample_of(
-    conversation: Conversation | PlainText,
-    located: Located,
-    ids: list[int],
-    starts: np.ndarray,
-    config: DataConfig,
-    report: SkipReport,
+    located: Located, text: Tokenized, tokenizer: Any, config: DataConfig, report: SkipReport
 ) -> tuple[list[int], np.ndarray]:
     """Return a conversation's tokens and loss mask; Unusable for one that cannot be trained on.
 
-    ids: the tokens of its text, which begin at the characters `starts`.
+    No token spans the end of the last prompt or the last answer: the target never has such a one.
+    An earlier answer is context where a token spans its beginning.
     """
-    mask, rewritten = np.zeros(len(ids), dtype=bool), located.num_rewritten
-    for span in located.spans:
-        inside = (starts >= span.start) & (starts < span.end)
+    recorded, spans, rewritten = located.recorded, located.spans, located.num_rewritten
+    if recorded is None and config.template != NONE:
+        last = spans[-1]
+        edges = {last.prompt, last.start, last.end}
+        spanned = [at for at in edges if not text.is_cut(at, tokenizer)]
+        text = text.cut(spanned, tokenizer) if spanned else text
+    (starts, ends), mask = text.offsets.T, np.zeros(len(text.ids), dtype=bool)
+    for place, span in enumerate(spans):
+        inside = (starts >= span.start) & (starts < span.end) & (ends <= span.end)
         own = None if span.recorded is None else span.recorded.tokens
+        earlier = recorded is not None or place < len(spans) - 1
+        whole = not earlier or all(text.is_cut(at, tokenizer) for at in {span.prompt, span.start})
         # For later turns the text is tokenised anew: it is trained where that changes no token.
-        if own is not None and np.array(ids)[inside].tolist() != list(own):
+        if not whole or (own is not None and np.array(text.ids)[inside].tolist() != list(own)):
             rewritten += 1
             continue
         mask |= inside
-    tokens = ids
-    if located.tokens is not None:
-        assert isinstance(conversation, Conversation)
-        recorded = conversation.recorded[-1]
-        if recorded is not None and recorded.prompt is not None:
+    tokens = text.ids
+    if recorded is not None:
+        assert recorded.tokens is not None
+        if recorded.prompt is not None:
             tokens, mask = list(recorded.prompt), np.zeros(len(recorded.prompt), dtype=bool)
-        tokens = [*tokens, *located.tokens]
-        mask = np.append(mask, np.ones(len(located.tokens), dtype=bool))
+        tokens = [*tokens, *recorded.tokens]
+        mask = np.append(mask, np.ones(len(recorded.tokens), dtype=bool))
     mask[:1] = False
     if len(tokens) > config.max_length:
         raise too_long(config, f"{len(tokens)} tokens")

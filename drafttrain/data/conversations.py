@@ -52,12 +52,14 @@ class DataConfig(Settings):
     template_kwargs: dict[str, Any]
     template_date: str
     roles: dict[str, Any]  # more names of speakers, each with the role it stands for
+    preview: int
     seed: int
 
     def __post_init__(self) -> None:
         self.require("max_length", self.max_length >= 2, "be at least 2 tokens")
         self.require("holdout", self.holdout >= 0, "be at least 0 conversations")
         self.require("seed", self.seed >= 0, "be at least 0")
+        self.require("preview", self.preview >= 0, "be at least 0 conversations")
         known = "be chat (the tokenizer's chat template) or none (plain text)"
         require(self.template in ("chat", "none"), "data.template", known, repr(self.template))
         taken = [key for key in self.template_kwargs if key in RESERVED or not key.isidentifier()]

@@ -31,6 +31,7 @@ class Message:
 
     role: str  # system, user or assistant
     content: str
+    trained: bool = True  # False: an answer that is context only
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,10 @@ def message_of(turn: Any, place: int, rewritten: bool = False, roles: Roles = RO
     content = content_of(first(turn, "content", "value"), f"turn {place}")
     if not content.strip() and roles[role] != "system":
         raise Unusable("an empty turn", f"turn {place}")
-    return Message(roles[role], content)
+    weight = turn.get("weight")  # of OpenAI's fine-tuning format; null where a table has the column
+    if weight not in (None, 0, 1):
+        raise Unusable("a weight that is neither 0 nor 1", f"turn {place}: {str(weight)[:40]}")
+    return Message(roles[role], content, weight != 0 and turn.get("train") is not False)
 
 
 def refuse(what: str, mapping: dict[str, Any], keys: tuple[str, ...], place: str = "") -> None:

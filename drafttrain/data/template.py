@@ -2,6 +2,7 @@
 
 import atexit
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -12,22 +13,44 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from drafttrain.data.records import Message, Recorded, Unusable
 from drafttrain.data.renderer import MEMORY, SECONDS
+from drafttrain.data.thoughts import (
+    WORD,
+    begins_with_thought,
+    closed_length,
+    continues_thought,
+    marks_of,
+    repeated_length,
+    start_of_answer,
+)
 from drafttrain.runtime.untrusted_input import shown
 
 # Placeholders for contents; templates print them as they are.
-USER, ANSWER = "Kx7user7xK", "Kx7answer{}7xK"
+USER, ANSWER = "Kx7user7xK", "Kx7answer7xK"
 RENDERER = Path(__file__).with_name("renderer.py")
 # A text takes a millisecond. A template that takes long for each, if less than its limit, would
 # keep a data set busy for days: it may be so slow for a while only.
 SECONDS_IN_ALL, SECONDS_EACH = 120.0, 0.25
 MAX_TEXT = 64 << 20  # bytes of one conversation, as JSON
 NONE = "none"
+REFUSED = "the chat template refuses it"
+REWRITTEN_ANSWER = "the chat template shortens or rewrites the last answer"
+OPEN_THOUGHT = "the answer would stand inside a thought that the prompt opens"
+SECOND_THOUGHT = "the recorded thought would follow text that the chat template writes first"
+UNKNOWN_PLACE = "the chat template does not show where the answer begins"
+MOST_OPTIONS = 16  # variables of a template that are tried
+HELPFUL: dict[str, tuple[object, ...]] = {  # values of them that may help
+    OPEN_THOUGHT: (False, "none"),
+    UNKNOWN_PLACE: (False, "none"),
+    SECOND_THOUGHT: (True,),
+    REWRITTEN_ANSWER: (),
+}
 
 
 @dataclass(frozen=True)
@@ -45,22 +68,33 @@ class TemplateLimitError(ValueError):
 
 @dataclass(frozen=True)
 class Span:
-    """Where an answer is in a text, with its end of turn; `recorded`: as its target wrote it."""
+    """The trained part of an answer in a text, in characters, with its end of turn."""
 
     start: int
     end: int
-    recorded: Recorded | None = None
+    prompt: int  # where the prompt of this answer ends: between it and `start` is context
+    recorded: Recorded | None = None  # as its target wrote it
 
 
 @dataclass(frozen=True)
 class Located:
-    """A conversation up to its last answer, as text, and which of it is trained."""
+    """A conversation up to its last trained answer, as text, and which of it is trained."""
 
     text: str
     spans: list[Span]
-    tokens: tuple[int, ...] | None = None  # of the last answer, after `text`
+    recorded: Recorded | None = None  # the last answer, whose tokens follow `text`
     num_rewritten: int = 0  # earlier answers that the template rewrites: context, not trained
     num_foreign: int = 0  # recorded answers whose tokens are another target's
+
+
+@dataclass(frozen=True)
+class WrittenAnswer:
+    """One answer after its prompt, as the template writes both."""
+
+    text: str  # the prompt and the answer, without what follows
+    prompt: int  # the length of the prompt
+    start: int  # where the trained part begins
+    tail: str  # what the template writes after the answer
 
 
 class Renderer:
@@ -165,7 +199,7 @@ def render(
             "tokenizer.chat_template, or name another target"
         )
     if "error" in found:
-        raise Unusable("the chat template refuses it", found["error"])
+        raise Unusable(REFUSED, found["error"])
     return found["text"]
 
 
@@ -196,9 +230,9 @@ def template_fingerprint(tokenizer: Any, template: Template) -> str:
 class ChatFormat:
     """What a chat template writes around turns, and where the answers are in its text.
 
-    opening: before the first user turn, with a default system prompt. closing: after a user turn,
-    up to where the assistant begins; `prompt_closing`: the same in a prompt for generation, to
-    which some templates add text. tail: after an answer.
+    opening: before the first user turn, with a default system prompt. prompt_closing: after a user
+    turn, up to where the assistant begins to write. tail: after an answer. They are empty where the
+    template does not write a question and an answer as they are; `problem` then says why.
     """
 
     def __init__(self, tokenizer: Any, template: Template) -> None:
@@ -207,25 +241,30 @@ class ChatFormat:
         words.update(tokenizer.all_special_tokens)
         longest_first = sorted(words, key=lambda word: (-len(word), word))
         self.specials = re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest_first))})")
+        self.opening = self.prompt_closing = self.tail = self.problem = ""
+        self.advice: dict[str, str] = {}  # by the reason for skipping a record
         # Rendering placeholders shows what the template writes around contents.
-        user, answer = Message("user", USER), Message("assistant", ANSWER.format(0))
+        user, answer = Message("user", USER), Message("assistant", ANSWER)
         try:
             prompt = self.render([user], for_answer=True).split(USER)
-            pair = re.split(f"{USER}|{answer.content}", self.render([user, answer]))
+            pair = re.split(f"{USER}|{ANSWER}", self.render([user, answer]))
         except Unusable as error:
-            raise ValueError(
-                f"the chat template of {_name(tokenizer)} must write a question and an answer, "
-                f"got: {shown(error.detail)}; correct tokenizer.chat_template"
-            ) from None
-        once = len(prompt) == 2 and len(pair) == 3
-        closing = os.path.commonprefix([prompt[1], pair[1]]) if once else ""  # noqa: RUF071 (no paths)
-        if not closing:
-            raise ValueError(
-                f"the chat template of {_name(tokenizer)} must write each turn once, with something"
-                " between user and assistant; correct tokenizer.chat_template"
-            )
-        self.opening, self.prompt_closing, self.tail = prompt[0], prompt[1], pair[2]
-        self.closing = closing
+            self.problem = error.detail
+            return
+        if len(prompt) != 2 or len(pair) != 3 or not prompt[1]:
+            self.problem = "it does not write each turn once, with something between them"
+            return
+        (self.opening, self.prompt_closing), self.tail = prompt, pair[2]
+
+    @cached_property
+    def later_tail(self) -> str:
+        """What the template writes after an answer that another user turn follows."""
+        user, answer = Message("user", USER), Message("assistant", ANSWER)
+        try:
+            pieces = re.split(f"{USER}|{ANSWER}", self.render([user, answer, user]))
+        except Unusable:
+            return ""
+        return pieces[2] if len(pieces) == 4 else ""
 
     def render(self, messages: Sequence[Message], for_answer: bool = False) -> str:
         """Return the conversation as text; see `render`."""
@@ -234,126 +273,175 @@ class ChatFormat:
     def locate(
         self, messages: Sequence[Message], recorded: Sequence[Recorded | None] = ()
     ) -> Located:
-        """Return a conversation up to its last answer as text, and where its answers are in it.
+        """Return a conversation up to its last trained answer as text, and which of it is trained.
 
-        The text before the last answer is exactly the prompt that evaluation would use, with an
-        empty <think> block if it has one. The last answer is what its target wrote, token by token,
-        where that is `recorded` (one for each answer, None for those without); else the rendering
-        must hold its text unchanged, except for surrounding space, or it is Unusable. Earlier
-        answers are as later turns see them; one that the template rewrites is context only.
+        The text before the last answer begins with the prompt that evaluation would use. The answer
+        is what its target wrote, token by token, where that is `recorded` (one for each answer,
+        None for those without); else it is what the template writes after the prompt. An earlier
+        answer is trained where the text shows it after its question as it was when it was the last;
+        else it is context. Unusable if the last answer cannot be trained.
         """
         places = [place for place, turn in enumerate(messages) if turn.role == "assistant"]
+        while not messages[places[-1]].trained:
+            places.pop()
+            if not places:
+                raise Unusable("no answer to train on: each has weight 0")
         history, last = messages[: places[-1]], messages[places[-1]]
-        text = self.render(history, for_answer=True)
-        spans = self._earlier_spans(history, text, recorded)
-        rewritten = len(places) - 1 - len(spans)
-        own = recorded[-1] if recorded else None
+        known = [*recorded[: len(places)], *[None] * (len(places) - len(recorded))]
+        own, spans = known[-1], []
         if own is not None and own.tokens is not None:
-            return Located(text, spans, own.tokens, rewritten)
-        start = len(text)
-        text, tail = self._with_answer(text, [*history, last])
-        if own is not None and not own.finished:  # cut: the target did not end its turn
-            return Located(text, [*spans, Span(start, len(text))], None, rewritten)
-        span = Span(start, len(text) + self._ending(tail))
-        return Located(text + tail, [*spans, span], None, rewritten)
+            text = self.render(history, for_answer=True)
+        else:
+            answer = self._written_or_advice(history, last)
+            cut = own is not None and not own.finished  # the target did not end its turn
+            text = answer.text if cut else answer.text + answer.tail
+            end = len(answer.text) + (0 if cut else self._ending(answer.tail))
+            spans, own = [Span(answer.start, end, answer.prompt)], None
+        earlier = [
+            self._earlier_span(messages[: place + 1], text, each)
+            for place, each in zip(places[:-1], known, strict=False)
+            if messages[place].trained
+        ]
+        kept = [span for span in earlier if span is not None]
+        return Located(text, [*kept, *spans], own, len(earlier) - len(kept))
 
     def _ending(self, tail: str) -> int:
-        """Return the length of the end-of-turn token in `tail`, which follows an answer."""
-        found = self.specials.match(tail)
-        return found.end() if found else 0
+        """Return the length of the text that ends a turn, in the `tail` that follows an answer.
 
-    def _with_answer(self, prompt: str, messages: Sequence[Message]) -> tuple[str, str]:
-        """Return a prompt followed by its answer, and what the template writes after the answer."""
-        whole, answer = self.render(messages), messages[-1].content
-        for elsewhere in (False, True):
-            tail = self._surroundings(messages)[-1] if elsewhere else self.tail
-            for content in _trimmed(answer):
-                if whole.endswith(content + tail):
-                    head = whole[: len(whole) - len(content) - len(tail)]
-                    # Space before the answer belongs to the answer: Llama 2 begins with one.
-                    agrees = head.startswith(prompt) and not head[len(prompt) :].strip()
-                    return head + content if agrees else prompt + content.lstrip(), tail
-        raise Unusable(
-            "the chat template shortens or rewrites the last answer, which only its target's own "
-            "tokens could mend (python -m drafttrain regenerate)"
-        )
-
-    def _earlier_spans(
-        self, history: Sequence[Message], text: str, recorded: Sequence[Recorded | None]
-    ) -> list[Span]:
-        """Return where the answers of a prompt are in its text, without those it rewrites.
-
-        They are found by rendering the prompt again with placeholders instead of the answers, which
-        shows what surrounds the answers. Unusable if the two renderings do not agree.
+        It is one special token, or all up to the tokenizer's end token where that follows in later
+        turns too: a template may add another at the very end, which the model never writes.
         """
-        answers = [message.content for message in history if message.role == "assistant"]
-        if not answers:
-            return []
-        around = self._surroundings(history, for_answer=True)
-        parts = [self._split_header(piece) for piece in around[:-1]]
-        if not text.startswith(parts[0][0]):
-            raise Unusable("the chat template hides where the assistant speaks", "turn 1")
-        headers = [header for header, _ in parts] + [around[-1]]
-        position, spans = 0, []
-        for place, (answer, (header, added)) in enumerate(zip(answers, parts, strict=True)):
-            start, last = position + len(header), place + 1 == len(answers)
-            begins, position = _find_end(text, start, added, answer, headers[place + 1], last)
-            if begins is None:
+        first = self.specials.match(tail)
+        if first is None:
+            return 0
+        kept = os.path.commonprefix([tail, self.later_tail])  # noqa: RUF071 (no paths)
+        for found in self.specials.finditer(kept):
+            if found[0].strip() == self.tokenizer.eos_token:
+                return found.end()
+        return first.end()
+
+    def _earlier_span(
+        self, messages: Sequence[Message], text: str, own: Recorded | None
+    ) -> Span | None:
+        """Return where the last of `messages`, an answer, is in the text of the conversation.
+
+        None where later turns change it, or what the template writes between question and answer.
+        """
+        try:
+            answer = self._written(messages[:-1], messages[-1])
+        except Unusable:
+            return None
+        moved = 0
+        if not text.startswith(answer.text):  # some templates move the system turn, for example
+            asked = answer.text.rfind(messages[-2].content.strip(), 0, answer.prompt)
+            pair = answer.text[max(asked, 0) :]
+            if text.count(pair) != 1:
+                return None
+            moved = text.index(pair) - max(asked, 0)
+        end = len(answer.text) + moved
+        ending = answer.tail[: self._ending(answer.tail)]
+        if (own is None or own.finished) and text.startswith(ending, end):
+            end += len(ending)
+        return Span(answer.start + moved, end, answer.prompt + moved, own)
+
+    def _written_or_advice(self, history: Sequence[Message], last: Message) -> WrittenAnswer:
+        """Return what `_written` returns; Unusable with the option of the template that helps."""
+        try:
+            return self._written(history, last)
+        except Unusable as error:
+            if error.reason == REFUSED:
+                raise
+            if error.reason not in self.advice:
+                self.advice[error.reason] = self._find_advice(history, last, error.reason)
+            raise Unusable(f"{error.reason}; {self.advice[error.reason]}", error.detail) from None
+
+    def _find_advice(self, history: Sequence[Message], last: Message, reason: str) -> str:
+        """Return what would make an answer usable that is not, tried on this very answer."""
+        text = self.tokenizer.get_chat_template()
+        names = dict.fromkeys(re.findall(rf"\b[a-z_]*{WORD}[a-z_]*\b", text))
+        for name, value in itertools.product([*names][:MOST_OPTIONS], HELPFUL[reason]):
+            other = replace(self.template, kwargs={**self.template.kwargs, name: value})
+            try:
+                ChatFormat(self.tokenizer, other)._written(history, last)
+            except Unusable:
                 continue
-            own = recorded[place] if recorded else None
-            finished = own is None or own.finished
-            ending = self._ending(around[place + 1]) if finished else 0
-            spans.append(Span(begins, position + ending, own))
-        return spans
+            except TemplateLimitError:
+                break
+            return f"data.template_kwargs={{{name}: {str(value).lower()}}} would help"
+        return "answers by the target itself would help (python -m drafttrain regenerate)"
 
-    def _surroundings(self, messages: Sequence[Message], for_answer: bool = False) -> list[str]:
-        """Return what the template writes before, between and after the answers."""
-        words: list[str] = []
-        masked = list(messages)
-        for place, message in enumerate(messages):
-            if message.role == "assistant":
-                words.append(ANSWER.format(len(words)))
-                masked[place] = Message("assistant", words[-1])
-        rest, pieces = self.render(masked, for_answer), []
-        for place, word in enumerate(words, 1):
-            piece, found, rest = rest.partition(word)
-            if not found:
-                raise Unusable("the chat template leaves out an answer", f"answer {place}")
-            pieces.append(piece)
-        return [*pieces, rest]
+    def _written(self, history: Sequence[Message], last: Message) -> WrittenAnswer:
+        """Return an answer after its prompt, as the template writes both.
 
-    def _split_header(self, piece: str) -> tuple[str, str]:
-        """Split what precedes an answer into the end of the prompt and what follows that."""
-        for closing in (self.prompt_closing, self.closing):
-            before, found, after = piece.rpartition(closing)
-            if found:
-                return before + closing, after
-        raise Unusable("the chat template hides where the assistant speaks")
+        Where the rendering begins with the prompt, the rest is the answer. Where the prompt ends
+        with more than the rendering, the answer follows it if the answer repeats that end, which is
+        then written once, or if that end is a closed thought. Unusable where the answer would stand
+        inside an open thought, or where its place cannot be known.
+        """
+        prompt = self.render(history, for_answer=True)
+        body, begin, tail = self._without_tail(history, last)
+        size, answer = len(prompt), body[begin:]
+        closing, asked = self._closing_of(prompt, history), history[-1].content.strip()
+        if not body.startswith(prompt) and prompt.endswith(asked + closing):
+            # Before the question it may differ: some templates move the system turn, for example.
+            at = body.rfind(asked, 0, begin) + len(asked)
+            body, begin = (
+                prompt[: size - len(closing)] + body[at:],
+                begin - at + size - len(closing),
+            )
+        if body.startswith(prompt) and begin < size:
+            return WrittenAnswer(body, size, size, tail)
+        shared = _shared_length(prompt, body, size - len(closing))
+        extra, before = prompt[shared:], body[shared:begin]
+        if len(extra) > len(closing):
+            raise Unusable(UNKNOWN_PLACE)
+        if extra and prompt.rstrip().endswith(before.strip()):
+            before = ""
+        opened, thinks = marks_of(closing)[-1:] == [False], begins_with_thought(answer)
+        if extra or (thinks and opened and not before):
+            repeated = repeated_length(closing, answer, len(extra) or 1)
+            if repeated and (thinks or not opened):
+                return WrittenAnswer(prompt + answer[repeated:], size, size, tail)
+        marks = marks_of(closing if extra else closing + before)
+        if marks[-1:] == [False] and not continues_thought(answer):
+            raise Unusable(OPEN_THOUGHT)
+        if thinks and (before.strip() or extra.strip() or True in marks):
+            raise Unusable(SECOND_THOUGHT)
+        known = opened or not extra.strip() or closed_length(extra) == len(extra)
+        if extra and (marks_of(before) or not known):
+            raise Unusable(UNKNOWN_PLACE)
+        start = size + closed_length(before)
+        return WrittenAnswer(prompt + before + answer, size, start, tail)
+
+    def _without_tail(self, history: Sequence[Message], last: Message) -> tuple[str, int, str]:
+        """Return a rendering up to the end of its last answer, where that begins, and the rest."""
+        whole, tail = self.render([*history, last]), self.tail
+        for again in (False, True):
+            if again:  # the template ends this conversation otherwise than a question and answer
+                masked = Message("assistant", ANSWER)
+                tail = self.render([*history, masked]).rpartition(ANSWER)[2]
+            body = whole.removesuffix(tail)
+            begin = start_of_answer(body, last.content)
+            if begin is not None and len(body) + len(tail) == len(whole):
+                return body, begin, tail
+        raise Unusable(REWRITTEN_ANSWER)
+
+    def _closing_of(self, prompt: str, history: Sequence[Message]) -> str:
+        """Return what follows the last user turn of a prompt."""
+        if self.prompt_closing and prompt.endswith(self.prompt_closing):
+            return self.prompt_closing
+        asked = history[-1].content.strip()
+        return prompt[prompt.rfind(asked) + len(asked) :] if asked in prompt else prompt
 
 
-def _trimmed(answer: str) -> tuple[str, ...]:
-    """Return the forms in which templates may write an answer."""
-    return answer, answer.strip(), answer.rstrip(), answer.lstrip()
+def _shared_length(prompt: str, body: str, least: int) -> int:
+    """Return how many characters two texts share at their start, without part of a mark.
 
-
-def _find_end(
-    text: str, start: int, added: str, answer: str, following: str, last: bool
-) -> tuple[int | None, int]:
-    """Return where the words of an answer begin, None where they are rewritten, and where they end.
-
-    start: where the text `added` before the answer begins; `following` is the text after it.
+    least: where marks begin that may be cut.
     """
-    for before in (added, ""):
-        for content in _trimmed(answer):
-            end = start + len(before) + len(content)
-            if text.startswith(before + content + following, start) and (
-                not last or end + len(following) == len(text)
-            ):
-                return start + (len(before) if before.strip() else 0), end
-    if last:  # rewritten by the template: what follows is known, and it must follow once
-        end = len(text) - len(following)
-        if end >= start and text.endswith(following):
-            return None, end
-    elif text.count(following, start) == 1:
-        return None, text.index(following, start)
-    raise Unusable("the chat template rewrites an answer beyond recognition")
+    shared = len(os.path.commonprefix([prompt, body]))  # noqa: RUF071 (no paths)
+    for opening, closing in ("<>", "[]"):
+        at = prompt.rfind(opening, max(least, 0), shared)
+        if at >= 0 and shared < len(prompt) and closing not in prompt[at:shared]:
+            shared = at
+    return shared

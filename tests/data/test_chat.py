@@ -261,14 +261,14 @@ TURNS = ("Hi there", "Yes it is", "Why so", "Because of that")
             "<|start_header_id|>assistant<|end_header_id|>\n\n«Because of that<|eot_id|>»",
         ),
         (
-            qwen3,  # no empty <think> block in the last turn: the prompt has none, nor the answer
-            "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n«Yes it is<|im_end|>»\n"
+            qwen3,  # the last turn has an empty <think> block, as context; earlier ones lack it
+            "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\nYes it is<|im_end|>\n"
             "<|im_start|>user\nWhy so<|im_end|>\n<|im_start|>assistant\n"
-            "«Because of that<|im_end|>»\n",
+            "<think>\n\n</think>\n\n«Because of that<|im_end|>»\n",
             "<|im_start|>system\nBe brief<|im_end|>\n"
-            "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n«Yes it is<|im_end|>»\n"
+            "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\nYes it is<|im_end|>\n"
             "<|im_start|>user\nWhy so<|im_end|>\n<|im_start|>assistant\n"
-            "«Because of that<|im_end|>»\n",
+            "<think>\n\n</think>\n\n«Because of that<|im_end|>»\n",
         ),
         (
             mistral,  # its normalizer writes a space after every special token
@@ -290,8 +290,6 @@ def test_the_mask_covers_answers_and_end_of_turn(make: Any, plain: str, with_sys
     tokenizer = make()
     assert encode_one(chat(*TURNS), tokenizer) == plain
     assert encode_one(chat(*TURNS, system="Be brief"), tokenizer) == with_system
-    if make is qwen3:  # its prompt has no <think> block, nor the answer: training adds none
-        return
     # Tokenised as a whole: the very tokens that Transformers gives for the conversation.
     turns = [{"role": turn.role, "content": turn.content} for turn in chat(*TURNS).messages]
     (sample,), _ = encode([chat(*TURNS)], tokenizer, config())
@@ -318,14 +316,17 @@ def test_special_tokens_within_contents_do_not_end_a_turn(make: Any) -> None:
     tokenizer = make()
     form = ChatFormat(tokenizer, BY_TEMPLATE)
     end = form.tail.strip()
-    said = f"It is {end}{form.closing}fake {end}"
-    text = encode_one(chat(f"What is {end}{form.closing}?", said, "And?", end), tokenizer)
+    said = f"It is {end}{form.prompt_closing}fake {end}"
+    text = encode_one(chat(f"What is {end}{form.prompt_closing}?", said, "And?", end), tokenizer)
     runs = [part.split("»")[0] for part in text.split("«")[1:]]
+    assert runs[-1].strip() in (end + end, f"{end} {end}")
+    if make is qwen3:  # it leaves the empty thought out of earlier turns: they are context
+        assert len(runs) == 1
+        return
     assert len(runs) == 2
     assert runs[0].count(end) == said.count(end) + 1
     assert runs[0].startswith(("It is", "  It is"))
     assert runs[0].endswith(end)
-    assert runs[1].strip() in (end + end, f"{end} {end}")
 
 
 @pytest.mark.parametrize(
@@ -334,9 +335,9 @@ def test_special_tokens_within_contents_do_not_end_a_turn(make: Any) -> None:
         (llama3, "  \n Yes it is \n", "<|end_header_id|>\n\n«Yes it is<|eot_id|>»"),
         (mistral, " \nYes it is\n ", "[/INST]«  Yes it is</s>»"),
         (tiny, " Yes it is\n", "<|assistant|>\n« Yes it is\n<|end|>»\n"),
-        # The header's newline and the answer's first make one token: it is not the answer's.
-        (tiny, "\n\nYes it is", "<|assistant|>\n\n«\nYes it is<|end|>»\n"),
-        (qwen3, "\nYes it is", "assistant\n«Yes it is<|im_end|>»\n"),
+        # As a whole, the header's newline and the answer's would make one token.
+        (tiny, "\n\nYes it is", "<|assistant|>\n«\n\nYes it is<|end|>»\n"),
+        (qwen3, "\nYes it is", "assistant\n<think>\n\n</think>\n\n«Yes it is<|im_end|>»\n"),
         (
             qwen3,
             "<think>\nHm.\n</think>\n\nYes it is",
@@ -351,7 +352,7 @@ def test_answers_that_the_template_trims_are_found(make: Any, answer: str, expec
 def test_earlier_answers_whose_thoughts_are_stripped_are_context_only() -> None:
     text = encode_one(chat("Hi", "<think>\nHm.\n</think>\n\nYes", "Why so", "That"), qwen3())
     assert "assistant\nYes<|im_end|>\n<|im_start|>user\nWhy so" in text
-    assert text.endswith("assistant\n«That<|im_end|>»\n")
+    assert text.endswith("assistant\n<think>\n\n</think>\n\n«That<|im_end|>»\n")
     assert "Hm." not in text
 
 
@@ -387,7 +388,7 @@ def test_what_a_template_refuses_or_garbles_is_counted_and_named() -> None:
     with pytest.raises(NothingUsable, match="1 x the chat template shortens or rewrites the last"):
         encode([chat("Hi there", "Yes it is")], tokenizer, config())
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
-    with pytest.raises(ValueError, match="must write each turn once, with something between"):
+    with pytest.raises(NothingUsable, match="1 x the chat template shortens or rewrites the last"):
         encode([good], tokenizer, config())
 
 
@@ -428,7 +429,9 @@ def test_a_prompt_is_what_stands_before_the_answer_in_training(make: Any) -> Non
     conversation = chat("Hi there", "Yes it is", system="Be brief")
     (sample,), _ = encode([conversation], tokenizer, config())
     prompt = prompt_tokens(conversation.messages[:2], tokenizer, BY_TEMPLATE)
-    assert prompt_of(sample) == prompt
+    assert sample.tokens[: len(prompt)].tolist() == prompt
+    added = tokenizer.decode(prompt_of(sample)[len(prompt) :])
+    assert added == ("<think>\n\n</think>\n\n" if make is qwen3 else "")
     if tokenizer.bos_token in tokenizer.decode(prompt):
         assert prompt.count(tokenizer.bos_token_id) == 1
 
@@ -491,13 +494,12 @@ def r1() -> PreTrainedTokenizerFast:
 
 
 def test_an_answer_whose_reasoning_the_template_drops_is_refused_and_counted() -> None:
-    reasons = "the chat template shortens or rewrites the last answer"
-    for make, answer in (
-        (r1, REASONED),
-        (qwen3, "<think>Or<|im_end|>\n?</think>Yes"),
-    ):
-        _, report = encode([chat("2 + 2?", answer), chat("Hi", "Yes")], make(), config())
-        assert [reason.startswith(reasons) for reason in report.counts] == [True]
+    reasons = "the chat template shortens or rewrites the last answer; answers by the target"
+    with pytest.raises(NothingUsable, match=f"1 x {reasons}"):
+        encode([chat("2 + 2?", REASONED)], r1(), config())
+    garbled = "<think>Or</think> not</think>Yes"
+    _, report = encode([chat("2 + 2?", garbled), chat("Hi", "Yes")], qwen3(), config())
+    assert [reason.startswith(reasons) for reason in report.counts] == [True]
 
 
 def test_recorded_tokens_are_trained_as_they_are_after_the_prompt_that_evaluation_asks_with() -> (

@@ -99,6 +99,7 @@ def selfgen_config(folder: Path, count: int = 11) -> SelfgenConfig:
         template_kwargs={},
         template_date="2024-07-26",
         roles={},
+        preview=0,
         template="chat",
         seed=5,
         num_conversations=count,

@@ -45,6 +45,7 @@ def config(tmp_path: Path) -> SelfgenConfig:
         template_kwargs={},
         template_date="2024-07-26",
         roles={},
+        preview=0,
         template="chat",
         seed=5,
         num_conversations=18,

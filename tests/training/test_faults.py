@@ -437,6 +437,7 @@ def jsonl(path: Path) -> JsonlConfig:
         template_kwargs={},
         template_date="2024-07-26",
         roles={},
+        preview=0,
         seed=0,
     )
 

@@ -13,7 +13,7 @@ from drafttrain.runtime.untrusted_input import Count
 @dataclass(frozen=True)
 class AnsweredConversation:
     index: Count
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     answers: list[dict[str, Any]]  # each: its tokens if known, their number, whether it finished
     cut: str | None  # why the last turns were left out
     source: str
@@ -95,7 +95,11 @@ class Dialogue:
             self.outcome = Failure(asked.index, reason, detail, final, asked.source, asked.digest)
 
     def _end(self, cut: str | None) -> None:
-        asked, messages = self.asked, [vars(turn) for turn in self.messages]
+        asked = self.asked
+        messages = [
+            {"role": turn.role, "content": turn.content} | ({} if turn.trained else {"weight": 0})
+            for turn in self.messages
+        ]
         self.outcome = AnsweredConversation(
             asked.index, messages, self.answers, cut, asked.source, asked.digest
         )

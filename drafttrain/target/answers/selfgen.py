@@ -28,7 +28,7 @@ from drafttrain.runtime.journal import append_records, read_records
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.ranks import ALONE, Ranks
 from drafttrain.runtime.terminal import console, progress
-from drafttrain.runtime.untrusted_input import Count, UntrustedError
+from drafttrain.runtime.untrusted_input import Count, UntrustedError, shown
 from drafttrain.target.model import Target
 
 FORMAT = 1  # of the cache: a higher number has old caches written anew
@@ -118,6 +118,12 @@ def frame_of(target: Target, template: Template) -> Frame:
     """Return the frame that the chat template gives, tokenised as a prompt is."""
     tokenizer = target.tokenizer
     form = ChatFormat(tokenizer, template)
+    if form.problem:
+        raise ValueError(
+            f"data=selfgen needs a chat template that writes a question and an answer, and that of"
+            f" model={target.spec.name} does not: {shown(form.problem)}; correct"
+            " tokenizer.chat_template, or use data=jsonl data.path=FILE"
+        )
 
     def ids(text: str) -> list[int]:
         return token_ids(tokenizer, text, special=False)
