@@ -13,12 +13,13 @@ os.environ.update(
     WANDB_SILENT="true",
 )
 
+import copy
 import gc
 import string
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Tests take from tests/support, and from each other.
 sys.path += [str(folder) for folder in Path(__file__).parent.iterdir() if folder.is_dir()]
@@ -26,6 +27,7 @@ sys.path += [str(folder) for folder in Path(__file__).parent.iterdir() if folder
 import jaxtyping
 import pytest
 import torch
+import yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -90,6 +92,61 @@ def _own_choices() -> Iterator[None]:
 
     with own_choices(os.environ.get("CONFIG_DIR")):
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _light_commands() -> Iterator[None]:
+    """Commands in this process see one core, measure briefly and parse each yaml text once.
+
+    Other workers use the other cores: threads that share one spin while they wait for each other.
+    """
+    import omegaconf.omegaconf
+
+    from drafttrain.runtime import hardware
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "num_cores", lambda: 1)
+        patch.setattr(hardware, "MEASURED_ROUNDS", 3)
+        patch.setattr(omegaconf.omegaconf, "yaml", ParsedOnce())
+        yield
+
+
+class ParsedOnce:
+    """The module `yaml`, whose `load` remembers what a text holds: conf/ is composed so often."""
+
+    def __init__(self) -> None:
+        self._parsed: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(yaml, name)
+
+    def load(self, stream: Any, Loader: Any) -> Any:
+        text = stream if isinstance(stream, str) else stream.read()
+        if text not in self._parsed:
+            self._parsed[text] = yaml.load(text, Loader=Loader)
+        return copy.deepcopy(self._parsed[text])
+
+
+@pytest.fixture
+def real_pictures() -> None:
+    """For a test that looks at pictures, in a module that otherwise has `plain_pictures`."""
+
+
+@pytest.fixture
+def plain_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of reports are drawn but not written out, which takes most of a report's time."""
+    if "real_pictures" in request.fixturenames:
+        return
+    from drafttrain.report import plots
+
+    class Unwritten(plots.Canvas):
+        def savefig(self, content: Any, *, format: str, **how: Any) -> None:
+            if format != "svg":
+                super().savefig(content, format=format, **how)
+            else:
+                content.write(b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"></svg>')
+
+    monkeypatch.setattr(plots, "Canvas", Unwritten)
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from drafttrain.__main__ import main
 from drafttrain.drafters.base import Drafter
 from drafttrain.target.model import Target
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 PROMPTS = [
     {"id": "sum", "task": "math", "turns": ["What is 2 + 2?"]},
     {"id": "talk", "task": "chat", "turns": ["Say hello.", "And good bye."]},

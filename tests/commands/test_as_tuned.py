@@ -14,6 +14,8 @@ from drafttrain.decode.adaptive import Adaptive
 from drafttrain.decode.policy import chain, tree_of_ranks
 from drafttrain.evaluation.config import EvalConfig
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 TREE = [[0], [1], [0, 0]]
 OPTIMAL = "eval.policy=optimal_tree eval.tree_nodes=16 eval.tree_width=4"
 

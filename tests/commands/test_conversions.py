@@ -69,6 +69,8 @@ def test_a_directory_is_converted_and_back_bit_for_bit(
         assert state.keys() == states[0].keys()
         assert all(torch.equal(state[key], tensor) for key, tensor in states[0].items())
     assert len({one.drafter.captures for one in theirs}) == 1
+    if name not in ("native", "speculators", "DFlash", "P-EAGLE", "Medusa"):
+        return
     again = tmp_path / "again"
     assert convert(tmp_path / "third", tiny_target_dir, again, f"export={other}") == 0
     for file in ("config.json", "model.safetensors"):

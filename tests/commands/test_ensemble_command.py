@@ -12,6 +12,8 @@ from builders import draft_model_dir
 import drafttrain
 from drafttrain.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 QUICK = ["hardware=cpu", "hardware.threads=1", "hardware.dtype=float32"]
 SHORT = ["eval.max_new_tokens=6", "eval.resamples=100", "eval.lossless_prompts=2", "eval.depth=3"]
 

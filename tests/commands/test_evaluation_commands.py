@@ -20,6 +20,8 @@ from drafttrain.evaluation.optimal_tree import RankCounts, count_ranks
 from drafttrain.evaluation.record import keep, require_same
 from drafttrain.runtime.run_folder import load_config
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 PROMPTS = [
     {"id": "sum", "task": "math", "turns": ["What is 2 + 2?"]},
     {"id": "half", "task": "math", "turns": ["Halve 10."]},

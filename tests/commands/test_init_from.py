@@ -18,6 +18,8 @@ from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.runtime.run_folder import load_config
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 QUICK = ["hardware=cpu", "hardware.threads=1", "hardware.dtype=float32"]
 SHORT = ["eval.max_new_tokens=6", "eval.resamples=100", "eval.lossless_prompts=1", "eval.depth=3"]
 PROMPTS = [

@@ -13,6 +13,8 @@ from paths import PYTHONPATH
 
 from drafttrain.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 # Each fails within a second, before anything heavy is imported.
 FAILING = ["train", "-m", "hydra.sweep.dir=sweep", "trainer.lr=fast,-1"]
 

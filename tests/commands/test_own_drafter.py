@@ -19,6 +19,8 @@ from drafttrain.config.groups import own_choices
 from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.read.recognise import recognise
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 DRAFTER = '''
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -15,6 +15,8 @@ from drafttrain.report.results import Report
 from drafttrain.runtime.untrusted_input import read_typed
 from drafttrain.target.model import load_target
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 FAMILY = "medusa2"
 QUICK = ["hardware=cpu", "hardware.threads=1", "hardware.dtype=float32"]
 TOLD = "changed the target's weights too: it drafts for that tuned target"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from pairs import dealt
 from paths import ROOT
 
 from drafttrain.__main__ import PLACES
@@ -129,9 +130,12 @@ def class_of(group: str, target: str | None) -> type:
     return getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("name", choices("experiment"))
-def test_an_experiment_composes_and_types(name: str) -> None:
-    for command, told in (("train", []), ("plan", []), ("capture", ["store.dir=store"])):
+@pytest.mark.parametrize(
+    ("name", "other"),
+    dealt(list(choices("experiment")), [("plan", ""), ("capture", "store.dir=store")]),
+)
+def test_an_experiment_composes_and_types(name: str, other: tuple[str, str]) -> None:
+    for command, *told in (("train",), [text for text in other if text]):
         config = typed(compose(command, [f"+experiment={name}", *told]), COMMANDS[command])
         for section, values in content_of("experiment", name).items():
             for key, value in values.items() if section != "defaults" else ():

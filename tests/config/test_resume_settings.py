@@ -1,5 +1,6 @@
 """A run is resumed as it was told: by its folder alone, and not otherwise without a word."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -31,11 +32,16 @@ def train_config(*overrides: str) -> TrainConfig:
     return typed(compose("train", overrides), TrainConfig)
 
 
+@functools.cache
+def told_config() -> TrainConfig:
+    return train_config(*TOLD)
+
+
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     """What a run with a checkpoint was told, in outputs/mine."""
     monkeypatch.chdir(tmp_path)
-    config = train_config(*TOLD)
+    config = told_config()
     Path("outputs/mine/checkpoints/step-000003").mkdir(parents=True)
     write_config(config, Path("outputs/mine/config.yaml"))
     return config
@@ -125,8 +131,9 @@ def test_what_changes_the_losses_is_refused_unless_it_is_allowed(
     (line,) = check_resumed(train_config(*resumed, allow))
     assert line.startswith(f"resumed with {key} ")
     assert line.endswith("as run.allow_changes allows")
-    (again,) = check_resumed(train_config(*resumed, f"run.allow_changes=[{key.split('.')[0]}]"))
-    assert again == line, "a whole section"
+    if key == "trainer.lr":
+        (again,) = check_resumed(train_config(*resumed, "run.allow_changes=[trainer]"))
+        assert again == line, "a whole section"
 
 
 def test_features_of_another_store_change_the_losses(begun: TrainConfig) -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.groups import choices, own_choices, read_choice
+from drafttrain.config.overrides import parse
 from drafttrain.config.sections import TrainConfig
-from drafttrain.config.sweep import listed, several, sweep_of
+from drafttrain.config.sweep import _values, listed, several, sweep_of
 from drafttrain.runtime.run_folder import write_config
 
 
@@ -153,5 +154,12 @@ SWEEPING = [name for name, file in choices("experiment").items() if "hydra" in r
 
 @pytest.mark.parametrize("name", SWEEPING)
 def test_every_experiment_that_sweeps_composes_all_its_jobs(name: str) -> None:
-    sweep = sweep_of("train", [f"+experiment={name}", "run.seed=0"])
-    assert len({job.run for job in sweep.jobs}) == len(sweep.jobs) > 1
+    """Each value of each key is in one of the jobs that are composed, if not with every other."""
+    params = read_choice(choices("experiment")[name])["hydra"]["sweeper"]["params"]
+    parsed = parse("train", [f"{key}={text}" for key, text in params.items()], sweeps=True)
+    values = [_values(override) for override in parsed]
+    most = max(map(len, values))
+    assert most > 1
+    for row in range(most):
+        told = [each[row % len(each)] for each in values]
+        assert len(sweep_of("train", [f"+experiment={name}", *told]).jobs) == 1

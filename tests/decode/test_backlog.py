@@ -4,14 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from builders import model_config
 from test_drafters import ALL, PROMPTS, random_drafter
 
 from drafttrain.core.ops.ragged_cache import padded_rows
 from drafttrain.core.types import TargetFeatures
 from drafttrain.decode.backlog import Backlog
 from drafttrain.drafters.base import Drafter, DraftState
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 
 FIRST = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
 Part = tuple[torch.Tensor, Sequence[int], TargetFeatures]
@@ -42,10 +41,7 @@ def drafted(drafter: Drafter, state: DraftState) -> torch.Tensor:
 @pytest.mark.parametrize("kept", [[0, 1, 2], [2, 0], [1]], ids=str)
 @pytest.mark.parametrize("family", ALL)
 @torch.inference_mode()
-def test_what_is_read_late_is_read_whole(
-    family: str, kept: list[int], tiny_target_dir: object
-) -> None:
-    target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+def test_what_is_read_late_is_read_whole(family: str, kept: list[int], target: Target) -> None:
     drafter = random_drafter(family, target)
     first, parts = parts_of(target, drafter)
     states = [drafter.begin(target.readout, first, 64) for _ in range(2)]

@@ -102,12 +102,12 @@ CHAINS = pairs(
 def test_every_setting_of_a_chain_has_the_distribution_of_the_target(
     name: str, smalls: dict[int, Small]
 ) -> None:
-    drafter = drafter_for(name, smalls[4])
+    drafter = drafter_for(name, smalls[3])
     seen: set[str] = set()
     for each, (limit, depth), sampling, drawn, rule, stops, prompts in CHAINS:
         if each == name:
             case = Case(prompts, limit, depth, None, sampling, drawn, rule, stops)
-            seen |= certify(smalls[4], drafter, case, width=1000).seen
+            seen |= certify(smalls[3], drafter, case, width=1000).seen
     assert seen >= {"first rejected", "all accepted", "limit inside an accepted run"}
 
 

@@ -41,6 +41,8 @@ from drafttrain.runtime.run_folder import write_config
 from drafttrain.runtime.untrusted_input import typed as read_as
 from drafttrain.training.checkpoint import WEIGHTS_FILE, TrainState, _write_state
 
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
 FINGERPRINT = "ab" * 32
 PARAMETERS = 12 + 8  # of the checkpoints below
 
@@ -385,6 +387,7 @@ def test_an_answer_of_one_token_takes_no_pass_and_leaves_slower_targets_known(
         assert at["speedup"]["ci95"] is not None
 
 
+@pytest.mark.usefixtures("real_pictures")
 def test_a_rows_share_of_a_batch_is_not_called_a_pass(tmp_path: Path) -> None:
     alone, batch = (
         compared(write_run(tmp_path / f"batch {size}", results(), batch_size=size))
@@ -772,6 +775,7 @@ def shown(comparison: dict[str, Any], width: int = 80) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("real_pictures")
 def test_pages_hold_every_row_definition_and_nothing_from_elsewhere(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a<b>&", results(seed=1), target="<script>alert(1)</script>")
     b = write_run(

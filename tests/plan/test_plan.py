@@ -1,5 +1,6 @@
 """A plan says before a run what it takes: beside published sizes and measured bytes."""
 
+import functools
 import io
 import json
 import re
@@ -128,7 +129,9 @@ def traced(
     return trace(config, of, lambda: configuration_of(sizes), load)
 
 
+@functools.cache
 def planned(*overrides: str) -> Any:
+    """The plan of these settings, which no test may change."""
     return plan_of(typed(compose("plan", overrides), PlanConfig))[0]
 
 
