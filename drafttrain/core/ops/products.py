@@ -70,7 +70,7 @@ def _rounded_inside(values: Tensor, weight: Tensor) -> Tensor:
     oneDNN takes a CPU's bfloat16 units for float32 matrices if its global setting says so; where a
     CPU has none, it multiplies in float32. The lock is for threads that train at the same time.
     """
-    setting = torch.backends.mkldnn.matmul
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     with _PRECISION_LOCK:
         before = setting.fp32_precision
         setting.fp32_precision = "bf16"
