@@ -90,15 +90,15 @@ def answer_times(
     for most, pairs in bins.items():
         prompts: dict[tuple[str, str], np.ndarray] = {}  # the columns of SPEEDUP
         waits = np.array([[times.waits(one) for one in pair] for pair in pairs])
-        for (plain, mine), (alone, ours) in zip(pairs, waits, strict=True):
-            sums = np.array([len(mine.tokens), ours[1], len(plain.tokens), alone[1]])
-            key = plain.task, plain.prompt_id
-            prompts[key] = prompts.get(key, 0) + sums
+        for (plain, mine), (before, after) in zip(pairs, waits, strict=True):
+            sums = np.array([len(mine.tokens), after[1], len(plain.tokens), before[1]])
+            prompt = plain.task, plain.prompt_id
+            prompts[prompt] = prompts.get(prompt, np.zeros(4)) + sums
         columns = dict(zip(SPEEDUP.columns, np.stack([*prompts.values()]).T.tolist(), strict=True))
         first, last = np.percentile(waits, [50, 95], axis=0).transpose(2, 1, 0)
-        sides = [Waits(last[side].tolist(), (1000 * first[side]).tolist()) for side in (0, 1)]
+        alone, ours = (Waits(last[i].tolist(), (1000 * first[i]).tolist()) for i in (0, 1))
         speedup = SPEEDUP.mean([columns], resampling).estimate
-        found.append(AnswerTimes(most, len(pairs), *sides, speedup))
+        found.append(AnswerTimes(most, len(pairs), alone, ours, speedup))
     return found
 
 

@@ -66,7 +66,12 @@ def load_draft_model(source: ModelConfig, dtype: torch.dtype | None) -> tuple[An
         tokenizer = load_tokenizer(source)
         own = dtype or getattr(settings, "dtype", None) or torch.float32
         return load_model(source, settings, own, "cpu"), tokenizer
-    except ValueError as error:  # its message names the keys of `model`; here they are `drafter`'s
-        text = re.sub(rf"\bmodel\.({KEYS})\b", r"drafter.\1", str(error))
-        text = text.replace("drafter.repo", "drafter.path")
-        raise ValueError(text.replace(f"model={source.name}", f"drafter={source.name}")) from error
+    except ValueError as error:
+        raise ValueError(in_drafters_words(str(error), source.name)) from error
+
+
+def in_drafters_words(text: str, name: str) -> str:
+    """Return a message that names the keys of `model` with those of `drafter`."""
+    text = re.sub(rf"\bmodel\.({KEYS})\b", r"drafter.\1", text)
+    text = text.replace("drafter.repo", "drafter.path")
+    return text.replace(f"model={name}", f"drafter={name}")

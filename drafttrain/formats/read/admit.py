@@ -1,5 +1,6 @@
 """Load a drafter that others trained so that it drafts as in training, or list why it cannot."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,13 +11,15 @@ import torch
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.serving.layout import Reading, ServedLayout, Unfit
+from drafttrain.drafters.shared.model_source import in_drafters_words
 from drafttrain.formats.eight_bits import KEY, PlainView
 from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.read.recognise import Recognised, recognise
 from drafttrain.formats.read.tokens import compare_tokenizers
 from drafttrain.runtime.untrusted_input import shown
-from drafttrain.target.pretrained import files
+from drafttrain.target.pretrained import files, hub
 
+REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # of the Hub: owner/name
 SHOWN = 5  # tensors named per kind of complaint
 
 
@@ -32,8 +35,17 @@ class AdmittedConfig(DrafterConfig):
 
     @property
     def served_from(self) -> Path:
-        """The directory itself."""
-        return Path(self.path).expanduser()
+        """The directory itself, or the local copy of a repository of the Hub, downloaded if needed.
+
+        ValueError for a repository that cannot be read.
+        """
+        local = Path(self.path).expanduser()
+        if local.exists() or not REPO.fullmatch(self.path):
+            return local
+        try:
+            return hub.download(self.name, self.path, None, True, False, self.allow_pickle)
+        except ValueError as error:
+            raise ValueError(in_drafters_words(str(error), self.name)) from error
 
     def build(self, spec: TargetSpec) -> Drafter:
         """Raise ValueError: the files determine the drafter; see `admit`."""
@@ -95,7 +107,7 @@ def admit(
     Raises one ValueError that names everything that does not fit: unknown, missing and misshapen
     tensors, vocabulary, tokenizer, hidden size, captured layers, unsupported settings.
     """
-    folder = open_folder(Path(config.path), config.allow_pickle)
+    folder = open_folder(config.served_from, config.allow_pickle)
     recognised = recognise(folder, own)
     origin = f"{config.path} (fingerprint {files.fingerprint(folder.path, folder.files)})"
     layout = recognised.layout
