@@ -185,7 +185,7 @@ def test_an_interpreter_without_vllm_is_named_before_anything_is_loaded(
         asked = "regenerate.backend=vllm"
         call += [f"regenerate.out={tmp_path / 'out.jsonl'}"]
     else:
-        call += ["data=jsonl", f"{PLACES.get(command, 'run')}.dir={tmp_path}"]
+        call += ["data=jsonl", f"{PLACES.get(command, 'run')}.dir={tmp_path / 'out'}"]
     call += [f"data.path={data}", asked]
     for module in ("setup.target_and_drafter", "regenerate"):  # what loads anything asks for this
         monkeypatch.setattr(f"drafttrain.commands.{module}.load_tokenizer", None)
