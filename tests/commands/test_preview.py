@@ -24,7 +24,7 @@ def test_a_preview_marks_trained_tokens_and_ends(
     assert main([command, *settings]) == 0
     shown = capsys.readouterr().out
     assert shown.count("«It is green.<|end|>»") == 3
-    assert shown.count("»") == 6 + 1  # and its explanation at the end
+    assert shown.count("»") == 3 + 1  # and its explanation at the end
     assert "Context \\x1b[31m<|end|>" in shown
     assert "5 conversations: " in shown
     assert "tokens are trained (" in shown
