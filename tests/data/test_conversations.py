@@ -282,7 +282,6 @@ def test_a_record_above_the_limit_costs_itself_alone(name: str, tmp_path: Path) 
         ),
         ("[GOOD,GOOD", 2, {"not JSON, and nothing after it was read": "[2] (no , or ]"}),
         ('[GOOD,"\xff",GOOD,GOOD]', 3, {"not UTF-8": "[1] (byte 1)"}),
-        ("GOOD\nGOOD", 0, {"not a json list": "[0] (it begins with '{')"}),
     ],
 )
 def test_what_is_not_read_of_a_list_is_said(
