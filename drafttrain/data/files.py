@@ -118,7 +118,7 @@ def _opened(file: Path, raw: Any, kind: str | None) -> Iterator[Any]:
         with gzip.open(raw) as stream:
             yield stream
     elif kind == ".zst":
-        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow
 
         with pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd") as stream:
             yield io.BufferedReader(stream)

@@ -14,8 +14,8 @@ BATCH = 16  # rows decoded at a time: each may have as much as a record may
 
 def main(file: str) -> None:
     """Write each row as a line; columns of bytes (images, audio) are not read."""
-    import pyarrow.types  # type: ignore[import-untyped]
-    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
+    import pyarrow.types
+    from pyarrow.parquet import ParquetFile
 
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
