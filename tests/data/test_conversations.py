@@ -319,7 +319,7 @@ def test_a_list_is_read_a_record_at_a_time_up_to_what_is_wrong(tmp_path: Path) -
         assert [record == GOOD for record in found[:places]] == [True] * places
         assert len(found) in (places, places + 1)
         if len(found) > places:
-            assert isinstance(found[-1], Unusable) or text.endswith("1]")
+            assert isinstance(found[-1], Unusable) or text.endswith("1]") or text == "{}"
 
 
 def test_recorded_answers_are_read_with_the_conversation(tmp_path: Path) -> None:
