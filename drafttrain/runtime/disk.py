@@ -16,9 +16,9 @@ from drafttrain.runtime.untrusted_input import UntrustedError, shown
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+WANDB = "wandb"  # W&B's folder in a run, in which it makes links of its own
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors that no program can prevent: a traceback would add nothing.
-WANDB = "wandb"  # W&B's folder in a run, in which it makes links of its own
 OF_THE_MACHINE = (*FULL, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE)
 
 

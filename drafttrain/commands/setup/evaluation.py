@@ -240,9 +240,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         folder=folder,
         settings=settings,
         seed=config.run.seed,
-        label=f"{model.label} ({Path(model.path or model.repo or model.name).name})"
-        if sibling
-        else model.label,
+        label=label,
         parts=Parts(target, exact, drafter, config.drafter.name, draft_dtype, references),
         prompts=prompts,
         template=template,

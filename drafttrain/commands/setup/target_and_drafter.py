@@ -1,7 +1,7 @@
 """From sections of a configuration to the objects that commands use."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -425,11 +425,10 @@ def check_members(given: GivenDrafter, spec: TargetSpec) -> None:
                 "drafter.members must draft for the target as it is, got "
                 f"{each.drafter.config.name}, which changes it"
             )
-        trained_on = each.fingerprint if each.checkpoint is None else each.drafter.spec.fingerprint
-        if trained_on not in (None, spec.fingerprint):
+        if each.fingerprint not in (None, spec.fingerprint):
             raise ValueError(
                 f"drafter.members must be trained on {spec.name}, got {each.origin}: "
-                f"{changed_part(trained_on, spec.fingerprint)}"
+                f"{changed_part(each.fingerprint, spec.fingerprint)}"
             )
 
 
@@ -445,11 +444,11 @@ def record_evaluation(config: Any) -> None:
 
 def target_of(run: Path) -> str:
     """Return the name of the target that a run was trained on, and where it was."""
-    model = load_config(run).get("model", {})
-    return _named_target(model.get("name"), model.get("path") or model.get("repo"))
+    return _named_target(load_config(run).get("model", {}))
 
 
-def _named_target(name: object, where: object) -> str:
+def _named_target(model: Mapping[str, Any]) -> str:
+    name, where = model.get("name"), model.get("path") or model.get("repo")
     return f"{shown(name)} ({shown(where, 400)})" if where else shown(name)
 
 
@@ -464,8 +463,7 @@ def changed_target(
         return []
     assert given.fingerprint is not None
     return [
-        f"drafter trained for {given.trained_for}, {now} "
-        f"{_named_target(model.name, model.path or model.repo)}: "
+        f"drafter trained for {given.trained_for}, {now} {_named_target(vars(model))}: "
         f"{changed_part(given.fingerprint, spec.fingerprint)}"
     ]
 

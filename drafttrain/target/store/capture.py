@@ -26,7 +26,7 @@ from drafttrain.runtime.load import SpeedWatch
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.run_folder import MANIFEST
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.runtime.terminal import followed, progress, silently
+from drafttrain.runtime.terminal import followed, progress
 from drafttrain.target.model import Target
 from drafttrain.target.served import ServedTarget
 from drafttrain.target.store import shards
@@ -83,7 +83,7 @@ def capture(
         mine = missing[ranks.rank :: ranks.world_size]
         total = sum(len(samples[i].tokens) for number in mine for i in plan[number])
         started, done = time.monotonic(), 0
-        watch = SpeedWatch("features", say if ranks.is_main else silently)
+        watch = SpeedWatch("features", say)
         with target.in_step(), progress("capture", total, show=ranks.is_main) as tick:
             for number in mine:
                 shard = writer.write(shards.shard_name(number), plan[number])
