@@ -45,15 +45,12 @@ def choose_placement(
 
     Every rank gets rank 0's choice. No weights are read.
     """
-
-    def choose() -> dict[str, str]:
-        size, settings = 0, None
-        if asked in CHOSEN and can_be_spread(config):
-            size, settings = weight_bytes(config, dtype), load_model_config(config)
-        free, count = free_bytes(ranks.device), ranks.world_size
-        return vars(placement_of(asked, config, settings, size, free, count))
-
-    return Placement(**ranks.broadcast_object(choose()))
+    size, settings = 0, None
+    if asked in CHOSEN and can_be_spread(config):
+        size, settings = weight_bytes(config, dtype), load_model_config(config)
+    free, count = free_bytes(ranks.device), ranks.world_size
+    chosen = placement_of(asked, config, settings, size, free, count)
+    return Placement(**ranks.broadcast_object(vars(chosen)))
 
 
 def placement_of(
