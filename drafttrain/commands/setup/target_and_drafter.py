@@ -18,7 +18,7 @@ from drafttrain.config.compose import load_choice, recorded
 from drafttrain.config.sections import CaptureConfig, TrainConfig
 from drafttrain.core.ops.graphs import CAPTURES
 from drafttrain.core.types import FeatureSource, Sample, TargetSpec, changed_part
-from drafttrain.data.chat import encode, within_positions, within_vocabulary
+from drafttrain.data.chat import encode, within_limits
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import template_fingerprint
@@ -105,11 +105,9 @@ def _read_samples(config: DataConfig, model: ModelConfig) -> tuple[list[Sample],
     with working("reading the data"):
         conversations, unread = read(config)
     samples, unfit = encode(conversations, tokenizer, config)
-    spec = expected_spec(model)
     sources = {one.index: one.source for one in conversations}
-    samples, foreign = within_vocabulary(samples, spec, sources)
-    samples, beyond = within_positions(samples, spec)
-    return samples, unread + unfit + foreign + beyond
+    samples, beyond = within_limits(samples, expected_spec(model), sources)
+    return samples, unread + unfit + beyond
 
 
 def load_samples(
