@@ -25,7 +25,6 @@ from drafttrain.data.thoughts import (
     WORD,
     begins_with_thought,
     closed_length,
-    continues_thought,
     marks_of,
     repeated_length,
     start_of_answer,
@@ -399,7 +398,7 @@ class ChatFormat:
             if repeated and (thinks or not opened):
                 return WrittenAnswer(prompt + answer[repeated:], size, size, tail)
         marks = marks_of(closing if extra else closing + before)
-        if marks[-1:] == [False] and not continues_thought(answer):
+        if marks[-1:] == [False] and marks_of(answer)[:1] != [True]:  # which would close it
             raise Unusable(OPEN_THOUGHT)
         if thinks and (before.strip() or extra.strip() or True in marks):
             raise Unusable(SECOND_THOUGHT)

@@ -475,20 +475,13 @@ def check_sibling(given: GivenDrafter, spec: TargetSpec) -> None:
     if given.fingerprint == spec.fingerprint or given.checkpoint is None:
         return
     for key in ("vocab_size", "hidden_size", "num_layers"):
-        require(
-            getattr(before, key) == getattr(spec, key),
-            "model",
-            f"have {key}={getattr(before, key)} as {given.trained_for}, for which "
-            f"{given.checkpoint} was trained",
-            getattr(spec, key),
-        )
-    require(
-        not drafter.changes_target,
-        "model",
-        f"be {given.trained_for}, whose weights {given.checkpoint} was trained together with",
-        f"{spec.name}: {changed_part(before.fingerprint, spec.fingerprint)}",
-        f"; adapt the drafter by train run.init_from={given.checkpoint.parent.parent}",
-    )
+        was, now = getattr(before, key), getattr(spec, key)
+        need = f"have {key}={was} as {given.trained_for}, for which {given.checkpoint} was trained"
+        require(was == now, "model", need, now)
+    need = f"be {given.trained_for}, whose weights {given.checkpoint} was trained together with"
+    got = f"{spec.name}: {changed_part(before.fingerprint, spec.fingerprint)}"
+    remedy = f"; adapt the drafter by train run.init_from={given.checkpoint.parent.parent}"
+    require(not drafter.changes_target, "model", need, got, remedy)
 
 
 def check_fingerprint(checkpoint: Path, trained_on: str, spec: TargetSpec) -> None:
