@@ -86,16 +86,15 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
         raise UsageError(shown(error, 400)) from error
     _check_effect({override.key_or_group for override in values}, plain, resumed)
     for name, section in plain.items():
-        for key in FOLDERS & section.keys():
-            if isinstance(section[key], str):
-                section[key] = os.path.expanduser(section[key])
         for key, value in section.items():
-            is_path = key in FOLDERS | FILES and str(value).startswith("~")
-            if is_path and os.path.expanduser(value) == value:
+            if key not in FOLDERS | FILES or not str(value).startswith("~"):
+                continue
+            if (expanded := os.path.expanduser(value)) == value:
                 raise UsageError(
                     f"{name}.{key} must have the name of a user after ~, got {shown(value)}; "
                     f"./{shown(value)} is a place in this folder"
                 )
+            section[key] = expanded if key in FOLDERS else value
     if command == "compare" and isinstance(runs := plain["compare"]["runs"], list):
         plain["compare"]["runs"] = [
             os.path.expanduser(run) if isinstance(run, str) else run for run in runs

@@ -28,14 +28,8 @@ DECISIVE = {
 # ... except these. The target's weights are compared by their fingerprint, wherever they are.
 HARMLESS = {
     *("model.name", "model.path", "model.repo", "model.revision", "model.embedded", "model.shape"),
-    *(
-        "data.name",
-        "data.cache_dir",
-        "data.preview",
-        "drafter.name",
-        "trainer.name",
-        "optimizer.name",
-    ),
+    *("data.name", "data.cache_dir", "data.preview"),
+    *("drafter.name", "trainer.name", "optimizer.name"),
     *("features.name", "features.prefetch", "features.validate", "features.checksums"),
     *("trainer.epochs", "trainer.max_steps", "trainer.log_every", "trainer.validate_every"),
     *("trainer.validation_prompts", "trainer.validation_tokens"),

@@ -65,8 +65,8 @@ def encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
     for text, ids in zip(texts, found["input_ids"], strict=True):
         if len(ids) > MAX_TOKENS * (len(text) + 1):
             raise ValueError(
-                f"the tokenizer of {_name(tokenizer)} must give at most {MAX_TOKENS} tokens for a "
-                f"character, got {len(ids):,} for {len(text):,}; use that of another target"
+                f"the tokenizer of {shown_name(tokenizer)} must give at most {MAX_TOKENS} tokens "
+                f"for a character, got {len(ids):,} for {len(text):,}; use that of another target"
             )
     return found
 
@@ -86,10 +86,11 @@ def panics_as_errors(tokenizer: Any) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError(
-            f"the tokenizer of {_name(tokenizer)} must read any text, and failed: "
+            f"the tokenizer of {shown_name(tokenizer)} must read any text, and failed: "
             f"{shown(error)}; correct its tokenizer.json, or use another target"
         ) from None
 
 
-def _name(tokenizer: Any) -> str:
+def shown_name(tokenizer: Any) -> str:
+    """Return a tokenizer's name for a message."""
     return shown(getattr(tokenizer, "name_or_path", tokenizer) or "the target")

@@ -53,10 +53,8 @@ def changed_part(before: str, now: str) -> str:
             "by an older version of drafttrain, or is of random weights"
         )
     (config, _, weights), (new_config, _, new_weights) = before.partition("-"), now.partition("-")
-    parts = [
-        *(["configuration"] if config != new_config else []),
-        *(["weights"] if weights != new_weights else []),
-    ]
+    changed = {"configuration": config != new_config, "weights": weights != new_weights}
+    parts = [part for part in changed if changed[part]]
     verb = "differs" if parts == ["configuration"] else "differ"
     return f"the {' and '.join(parts)} {verb}: fingerprint {before[:16]}, now {now[:16]}"
 

@@ -136,20 +136,26 @@ class Tokenized:
         if " " not in self.text[max(at - 1, 0) : at + 1]:
             return True
         # Some tokenizers leave the spaces of a token out of its offsets.
-        before = tokenizer(self.text[:at], add_special_tokens=False, verbose=False)["input_ids"]
-        return self.ids[: len(before)] == list(before)
+        before = tokenise(tokenizer, [self.text[:at]], add_special_tokens=False, verbose=False)
+        ids = before["input_ids"][0]
+        return self.ids[: len(ids)] == list(ids)
 
     def cut(self, places: list[int], tokenizer: Any) -> "Tokenized":
         """Return the text with its parts between these characters tokenised apart."""
         ids: list[int] = []
         offsets = [np.zeros((0, 2), dtype=int)]
-        for begin, end in itertools.pairwise([0, *sorted(places), len(self.text)]):
-            text = self.text[begin:end]
-            piece = tokenizer(
-                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-            )
-            ids += piece["input_ids"]
-            offsets.append(np.array(piece["offset_mapping"], dtype=int).reshape(-1, 2) + begin)
+        bounds = list(itertools.pairwise([0, *sorted(places), len(self.text)]))
+        pieces = tokenise(
+            tokenizer,
+            [self.text[begin:end] for begin, end in bounds],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        for place, (begin, _) in enumerate(bounds):
+            ids += pieces["input_ids"][place]
+            found = np.array(pieces["offset_mapping"][place], dtype=int)
+            offsets.append(found.reshape(-1, 2) + begin)
         return Tokenized(self.text, ids, np.concatenate(offsets))
 
 
@@ -200,40 +206,29 @@ def too_long(config: DataConfig, detail: str) -> Unusable:
     return Unusable(f"longer than data.max_length={config.max_length} tokens", detail)
 
 
-def within_positions(samples: list[Sample], spec: TargetSpec) -> tuple[list[Sample], SkipReport]:
-    """Return the samples within the target's positions, and what was skipped."""
-    report = SkipReport(len(samples))
-    kept = [sample for sample in samples if len(sample.tokens) <= spec.max_positions]
-    for sample in samples:
-        if len(sample.tokens) > spec.max_positions:
-            reason = f"longer than the {spec.context}"
-            report.skip(reason, f"conversation {sample.index}", f"{len(sample.tokens)} tokens")
-    if not kept:
-        raise NothingUsable(
-            "data must hold conversations that fit the target, got none", report, "shorten them"
-        )
-    return kept, report
-
-
-def within_vocabulary(
+def within_limits(
     samples: list[Sample], spec: TargetSpec, sources: Mapping[int, str]
 ) -> tuple[list[Sample], SkipReport]:
-    """Return the samples whose tokens the target's embedding has, and what was skipped.
+    """Return the samples that the target can read, and what was skipped.
 
     A tokenizer may have more tokens than the model, and recorded tokens may be another target's.
     sources: file and line of each sample, by its index.
     """
-    report = SkipReport(len(samples))
-    kept = []
+    report, kept = SkipReport(len(samples)), []
     for sample in samples:
-        if (largest := int(sample.tokens.max())) < spec.vocab_size:
-            kept.append(sample)
-        else:
+        source, length = sources[sample.index], len(sample.tokens)
+        largest = int(sample.tokens.max())
+        if largest >= spec.vocab_size:
             reason = f"a token beyond the {spec.vocab_size:,} of {spec.name}"
-            report.skip(reason, sources[sample.index], f"token {largest:,}")
+            report.skip(reason, source, f"token {largest:,}")
+        elif length > spec.max_positions:
+            report.skip(f"longer than the {spec.context}", source, f"{length} tokens")
+        else:
+            kept.append(sample)
     if not kept:
-        advice = "give conversations without recorded tokens, or name their target"
-        raise NothingUsable("data must hold tokens of the target, got none", report, advice)
+        must = "data must hold conversations that fit the target, got none"
+        advice = "shorten them, or leave out recorded tokens of another target"
+        raise NothingUsable(must, report, advice)
     return kept, report
 
 

@@ -87,9 +87,8 @@ def file_records(file: Path, key: str = "data.path") -> Iterator[Record]:
     with raw:
         kind = next((kind for kind, magic in MAGIC.items() if raw.peek(8).startswith(magic)), None)
         name = file.name.removesuffix(".gz").removesuffix(".zst")
-        if name.endswith(UNREAD) or kind in UNREAD:
-            must, got = f"name files of the kinds {', '.join(SUFFIXES)}", f"{file}; {ELSE}"
-            require(False, key, must, got)
+        known = not name.endswith(UNREAD) and kind not in UNREAD
+        require(known, key, f"name files of the kinds {', '.join(SUFFIXES)}", f"{file}; {ELSE}")
         number = 0
         most = max(SMALL, EXPANSION * file.stat().st_size)  # bytes
         try:

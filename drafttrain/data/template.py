@@ -18,18 +18,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from drafttrain.core.tokenizer import shown_name
 from drafttrain.data.records import Message, Recorded, Unusable
 from drafttrain.data.renderer import MEMORY, SECONDS
 from drafttrain.data.thoughts import (
     WORD,
     begins_with_thought,
     closed_length,
-    continues_thought,
     marks_of,
     repeated_length,
     start_of_answer,
 )
-from drafttrain.runtime.untrusted_input import shown
 
 # Placeholders for contents; templates print them as they are.
 USER, ANSWER = "Kx7user7xK", "Kx7answer7xK"
@@ -194,17 +193,13 @@ def render(
     found = RENDERING.ask({"template": text, "date": template.date, "variables": variables})
     if "limit" in found:
         raise TemplateLimitError(
-            f"the chat template of {_name(tokenizer)} must write a conversation within {SECONDS:g} "
-            f"s of computing and {MEMORY >> 20} MB, and took {found['limit']}; correct "
+            f"the chat template of {shown_name(tokenizer)} must write a conversation within "
+            f"{SECONDS:g} s of computing and {MEMORY >> 20} MB, and took {found['limit']}; correct "
             "tokenizer.chat_template, or name another target"
         )
     if "error" in found:
         raise Unusable(REFUSED, found["error"])
     return found["text"]
-
-
-def _name(tokenizer: Any) -> str:
-    return shown(tokenizer.name_or_path or "the tokenizer")
 
 
 def require_template(tokenizer: Any) -> None:
@@ -403,7 +398,7 @@ class ChatFormat:
             if repeated and (thinks or not opened):
                 return WrittenAnswer(prompt + answer[repeated:], size, size, tail)
         marks = marks_of(closing if extra else closing + before)
-        if marks[-1:] == [False] and not continues_thought(answer):
+        if marks[-1:] == [False] and marks_of(answer)[:1] != [True]:  # which would close it
             raise Unusable(OPEN_THOUGHT)
         if thinks and (before.strip() or extra.strip() or True in marks):
             raise Unusable(SECOND_THOUGHT)

@@ -32,11 +32,6 @@ def begins_with_thought(answer: str) -> bool:
     return found is not None and not CLOSING.fullmatch(found[0])
 
 
-def continues_thought(answer: str) -> bool:
-    """Return whether an answer closes a thought that it does not open."""
-    return marks_of(answer)[:1] == [True]
-
-
 def start_of_answer(text: str, answer: str) -> int | None:
     """Return where the answer begins that `text` ends with; None if it does not end with it.
 

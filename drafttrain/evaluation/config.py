@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafttrain.core.sampling_config import SMALLEST_TEMPERATURE, Sampling
 from drafttrain.data.suites import PromptSource
-from drafttrain.runtime.settings import AUTO, Settings, counts
+from drafttrain.runtime.settings import AUTO, Settings, is_count_or_auto
 from drafttrain.runtime.untrusted_input import folder_name
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ class EvalConfig(Settings):
         folder_name(self.name, "eval.name")
         for temperature in self.temperatures:
             _sampling("temperatures: ", temperature, self.top_k, self.top_p)
-        known = type(self.depth) is int and self.depth >= 1
-        self.require("depth", known or self.depth == AUTO, f"be a number of at least 1, or {AUTO}")
+        known = is_count_or_auto(self.depth)
+        self.require("depth", known, f"be a number of at least 1, or {AUTO}")
         self.require_at_least(1, "max_new_tokens", "blocks", "batch_size")
         for key in ("depths", "batch_sizes", "temperatures"):
             values = getattr(self, key)
@@ -100,7 +100,7 @@ class EvalConfig(Settings):
             self.require(key, positive, "be numbers of at least 1")
             self.require(key, len(set(values)) == len(values), "be distinct values")
         wanted, sizes = self.prompts_per_task, self.vllm_batch_sizes
-        spread = self.vllm_tensor_parallel
+        spread = is_count_or_auto(self.vllm_tensor_parallel)
         ranges = {
             "repeats": (f"in 1..eval.blocks ({self.blocks})", 1 <= self.repeats <= self.blocks),
             "prompts_per_task": ("at least 1 or null", wanted is None or wanted >= 1),
@@ -109,7 +109,7 @@ class EvalConfig(Settings):
             "policy": (f"one of {', '.join(POLICIES)}", self.policy in POLICIES),
             "lossless_prompts": ("at least 0", self.lossless_prompts >= 0),
             "engine": (f"one of {', '.join(ENGINES)}", self.engine in ENGINES),
-            "vllm_tensor_parallel": (f"at least 1, or {AUTO}", spread == AUTO or counts(spread)),
+            "vllm_tensor_parallel": (f"at least 1, or {AUTO}", spread),
             "vllm_batch_sizes": ("numbers from 1 on", bool(sizes) and min(sizes) >= 1),
             "resamples": ("at least 100", self.resamples >= 100),
             "typical_epsilon": ("between 0 and 1", 0 < self.typical_epsilon < 1),

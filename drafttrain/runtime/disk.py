@@ -8,7 +8,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from drafttrain.runtime.untrusted_input import UntrustedError, shown
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+WANDB = "wandb"  # W&B's folder in a run, in which it makes links of its own
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors that no program can prevent: a traceback would add nothing.
-WANDB = "wandb"  # W&B's folder in a run, in which it makes links of its own
 OF_THE_MACHINE = (*FULL, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE)
 
 
@@ -168,17 +168,21 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def written(folder: Path, key: str) -> Iterator[None]:
-    """Turn an error of the operating system on writing into a DiskError.
+def written(
+    folder: Path, key: str, numbers: Container[int | None] = OF_THE_MACHINE, then: str = ""
+) -> Iterator[None]:
+    """Turn an error of the operating system, one of these numbers, on writing into a DiskError.
 
     It names the folder that the user gave as `key`, not the temporary one that is written first.
+    then: what it ends with.
     """
     try:
         yield
     except Exception as error:
-        if errno_of(error) not in OF_THE_MACHINE:
+        if errno_of(error) not in numbers:
             raise
-        raise DiskError(f"{key}={folder} could not be written: {reason(error, folder)}") from error
+        why = reason(error, folder)
+        raise DiskError(f"{key}={folder} could not be written: {why}{then}") from error
 
 
 def flush(path: Path) -> None:

@@ -106,19 +106,16 @@ class Ranks:
         """
         if self.world_size == 1:
             return
-        own = json.loads(json.dumps(values))  # as the others read it: tuples become lists
-        main = self.broadcast_object(own)
-        different = (name for name in main | own if main.get(name) != own.get(name))
-        first = next(different, None)
-        problem = first and [first, shown(main.get(first)), shown(own.get(first))]
-        for rank, found in enumerate(self.gather_objects(problem)):
-            if found:
-                name, on_main, on_rank = found
-                raise ValueError(
-                    f"{name} must be the same on every rank, got {on_main} on rank 0 and "
-                    f"{on_rank} on rank {rank}; start every rank with the same command, the same "
-                    "versions of the packages and the same files"
-                )
+        main, *others = self.gather_objects(values)
+        for rank, theirs in enumerate(others, start=1):
+            for name in main | theirs:
+                on_main, on_rank = main.get(name), theirs.get(name)
+                if on_main != on_rank:
+                    raise ValueError(
+                        f"{name} must be the same on every rank, got {shown(on_main)} on rank 0 "
+                        f"and {shown(on_rank)} on rank {rank}; start every rank with the same "
+                        "command, the same versions of the packages and the same files"
+                    )
 
     def broadcast_tensors(self, tensors: list[Tensor] | None) -> list[Tensor]:
         """Return rank 0's tensors, which lie on the CPU, on every rank; the others give None."""

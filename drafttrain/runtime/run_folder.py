@@ -5,7 +5,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -78,10 +78,14 @@ def absolute(key: str, value: Any) -> Any:
     """
     if key not in PATHS:
         return value
+    return _each(lambda path: os.path.abspath(path) if os.path.lexists(path) else path, value)
+
+
+def _each(change: Callable[[str], str], value: Any) -> Any:
+    """Return a setting with its path, or its list of paths, changed; another value as it is."""
     if isinstance(value, list):
-        return [absolute(key, one) for one in value]
-    here = isinstance(value, str) and bool(value) and os.path.lexists(value)
-    return os.path.abspath(value) if here else value
+        return [_each(change, one) for one in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def write_config(config: Any, path: Path) -> None:
@@ -91,17 +95,14 @@ def write_config(config: Any, path: Path) -> None:
     """
     folder = f"{os.path.abspath(path.parent)}/"
 
-    def recorded(value: Any) -> Any:
-        if isinstance(value, list):
-            return [recorded(one) for one in value]
-        below = isinstance(value, str) and value.startswith(folder)
-        return WITHIN + value.removeprefix(folder) if below else value
+    def recorded(path: str) -> str:
+        return WITHIN + path.removeprefix(folder) if path.startswith(folder) else path
 
     plain = sections_of(config)
     for name, section in plain.items():
         for key in section:
             if (whole := f"{name}.{key}") in PATHS:
-                section[key] = recorded(absolute(whole, section[key]))
+                section[key] = _each(recorded, absolute(whole, section[key]))
     write_whole(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
@@ -156,21 +157,17 @@ def load_config(folder: Path, key: str = "run.dir") -> dict[str, dict[str, Any]]
     saved = read_yaml(file)
     if not isinstance(saved, dict) or not all(isinstance(v, dict) for v in saved.values()):
         raise ValueError(f"{file} must hold the sections of a run, got something else")
+    here = f"{os.path.abspath(folder)}/"
+
+    def found(path: str) -> str:
+        return here + path.removeprefix(WITHIN) if path.startswith(WITHIN) else path
+
     for name, section in saved.items():
         _check_plain(section, f"{shown(file, 400)}: {shown(name)}", DEEPEST)
         for key in section:
             if f"{name}.{key}" in PATHS:
-                section[key] = _moved(section[key], folder)
+                section[key] = _each(found, section[key])
     return saved
-
-
-def _moved(value: Any, folder: Path) -> Any:
-    """Return a recorded path, or several, where the run is now in `folder`."""
-    if isinstance(value, list):
-        return [_moved(one, folder) for one in value]
-    if not (isinstance(value, str) and value.startswith(WITHIN)):
-        return value
-    return os.path.join(os.path.abspath(folder), value.removeprefix(WITHIN))
 
 
 def _check_plain(value: Any, where: str, depth: int) -> None:

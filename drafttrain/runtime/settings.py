@@ -7,9 +7,9 @@ from drafttrain.runtime.untrusted_input import shown
 AUTO = "auto"  # the value of a setting that is chosen later
 
 
-def counts(value: object) -> bool:
-    """Whether a setting is a whole number of at least 1."""
-    return type(value) is int and value >= 1
+def is_count_or_auto(value: object) -> bool:
+    """Whether a setting is a whole number of at least 1, or is chosen later."""
+    return value == AUTO or (type(value) is int and value >= 1)
 
 
 def require(holds: bool, key: str, need: str, got: object, remedy: str = "") -> None:

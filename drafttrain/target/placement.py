@@ -45,15 +45,12 @@ def choose_placement(
 
     Every rank gets rank 0's choice. No weights are read.
     """
-
-    def choose() -> dict[str, str]:
-        size, settings = 0, None
-        if asked in CHOSEN and can_be_spread(config):
-            size, settings = weight_bytes(config, dtype), load_model_config(config)
-        free, count = free_bytes(ranks.device), ranks.world_size
-        return vars(placement_of(asked, config, settings, size, free, count))
-
-    return Placement(**ranks.broadcast_object(choose()))
+    size, settings = 0, None
+    if asked in CHOSEN and can_be_spread(config):
+        size, settings = weight_bytes(config, dtype), load_model_config(config)
+    free, count = free_bytes(ranks.device), ranks.world_size
+    chosen = placement_of(asked, config, settings, size, free, count)
+    return Placement(**ranks.broadcast_object(vars(chosen)))
 
 
 def placement_of(
@@ -139,11 +136,11 @@ def engine_gpus(
     """
     if asked != AUTO or device.type == "cpu":
         return 1 if asked == AUTO else int(asked)
-    here = torch.cuda.device_count() if visible is None else len(visible.split(","))
-    here = here if _processes_here() == 1 or visible is not None else 1
-    text = load_model_config(config).get_text_config(decoder=True)
+    here = torch.cuda.device_count() if _processes_here() == 1 else 1
+    if visible is not None:
+        here = len(visible.split(","))
+    heads = load_model_config(config).get_text_config(decoder=True).num_attention_heads
     memory = torch.cuda.get_device_properties(device).total_memory
-    heads = text.num_attention_heads
     return min(here, gpus_to_serve(weight_bytes(config, dtype), memory, heads, share))
 
 

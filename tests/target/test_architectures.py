@@ -13,7 +13,7 @@ from torch import Tensor
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Batch, Sample
-from drafttrain.data.chat import within_positions
+from drafttrain.data.chat import within_limits
 from drafttrain.data.skips import NothingUsable
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
@@ -143,9 +143,10 @@ def test_conversations_past_the_targets_positions_are_skipped_and_counted() -> N
         Sample(torch.arange(length), torch.ones(length, dtype=torch.bool), length)
         for length in (15, 16)
     ]
-    kept, report = within_positions(samples, target.spec)
+    sources = {sample.index: "a.jsonl" for sample in samples}
+    kept, report = within_limits(samples, target.spec, sources)
     assert [len(sample.tokens) for sample in kept] == [15]
     assert report.num_skipped == 1
     assert "longer than the 15 positions of model=tiny_test (sliding_window=15" in report.lines()[1]
     with pytest.raises(NothingUsable, match="that fit the target, got none"):
-        within_positions(samples[1:], target.spec)
+        within_limits(samples[1:], target.spec, sources)

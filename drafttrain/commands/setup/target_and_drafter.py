@@ -1,7 +1,7 @@
 """From sections of a configuration to the objects that commands use."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -18,7 +18,7 @@ from drafttrain.config.compose import load_choice, recorded
 from drafttrain.config.sections import CaptureConfig, TrainConfig
 from drafttrain.core.ops.graphs import CAPTURES
 from drafttrain.core.types import FeatureSource, Sample, TargetSpec, changed_part
-from drafttrain.data.chat import encode, within_positions, within_vocabulary
+from drafttrain.data.chat import encode, within_limits
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import template_fingerprint
@@ -105,11 +105,9 @@ def _read_samples(config: DataConfig, model: ModelConfig) -> tuple[list[Sample],
     with working("reading the data"):
         conversations, unread = read(config)
     samples, unfit = encode(conversations, tokenizer, config)
-    spec = expected_spec(model)
     sources = {one.index: one.source for one in conversations}
-    samples, foreign = within_vocabulary(samples, spec, sources)
-    samples, beyond = within_positions(samples, spec)
-    return samples, unread + unfit + foreign + beyond
+    samples, beyond = within_limits(samples, expected_spec(model), sources)
+    return samples, unread + unfit + beyond
 
 
 def load_samples(
@@ -425,11 +423,10 @@ def check_members(given: GivenDrafter, spec: TargetSpec) -> None:
                 "drafter.members must draft for the target as it is, got "
                 f"{each.drafter.config.name}, which changes it"
             )
-        trained_on = each.fingerprint if each.checkpoint is None else each.drafter.spec.fingerprint
-        if trained_on not in (None, spec.fingerprint):
+        if each.fingerprint not in (None, spec.fingerprint):
             raise ValueError(
                 f"drafter.members must be trained on {spec.name}, got {each.origin}: "
-                f"{changed_part(trained_on, spec.fingerprint)}"
+                f"{changed_part(each.fingerprint, spec.fingerprint)}"
             )
 
 
@@ -445,11 +442,11 @@ def record_evaluation(config: Any) -> None:
 
 def target_of(run: Path) -> str:
     """Return the name of the target that a run was trained on, and where it was."""
-    model = load_config(run).get("model", {})
-    return _named_target(model.get("name"), model.get("path") or model.get("repo"))
+    return _named_target(load_config(run).get("model", {}))
 
 
-def _named_target(name: object, where: object) -> str:
+def _named_target(model: Mapping[str, Any]) -> str:
+    name, where = model.get("name"), model.get("path") or model.get("repo")
     return f"{shown(name)} ({shown(where, 400)})" if where else shown(name)
 
 
@@ -464,8 +461,7 @@ def changed_target(
         return []
     assert given.fingerprint is not None
     return [
-        f"drafter trained for {given.trained_for}, {now} "
-        f"{_named_target(model.name, model.path or model.repo)}: "
+        f"drafter trained for {given.trained_for}, {now} {_named_target(vars(model))}: "
         f"{changed_part(given.fingerprint, spec.fingerprint)}"
     ]
 
@@ -479,20 +475,13 @@ def check_sibling(given: GivenDrafter, spec: TargetSpec) -> None:
     if given.fingerprint == spec.fingerprint or given.checkpoint is None:
         return
     for key in ("vocab_size", "hidden_size", "num_layers"):
-        require(
-            getattr(before, key) == getattr(spec, key),
-            "model",
-            f"have {key}={getattr(before, key)} as {given.trained_for}, for which "
-            f"{given.checkpoint} was trained",
-            getattr(spec, key),
-        )
-    require(
-        not drafter.changes_target,
-        "model",
-        f"be {given.trained_for}, whose weights {given.checkpoint} was trained together with",
-        f"{spec.name}: {changed_part(before.fingerprint, spec.fingerprint)}",
-        f"; adapt the drafter by train run.init_from={given.checkpoint.parent.parent}",
-    )
+        was, now = getattr(before, key), getattr(spec, key)
+        need = f"have {key}={was} as {given.trained_for}, for which {given.checkpoint} was trained"
+        require(was == now, "model", need, now)
+    need = f"be {given.trained_for}, whose weights {given.checkpoint} was trained together with"
+    got = f"{spec.name}: {changed_part(before.fingerprint, spec.fingerprint)}"
+    remedy = f"; adapt the drafter by train run.init_from={given.checkpoint.parent.parent}"
+    require(not drafter.changes_target, "model", need, got, remedy)
 
 
 def check_fingerprint(checkpoint: Path, trained_on: str, spec: TargetSpec) -> None:

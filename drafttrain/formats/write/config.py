@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from drafttrain.runtime.settings import AUTO, counts, require
+from drafttrain.runtime.settings import AUTO, is_count_or_auto, require
 
 FP8 = "fp8"
 DTYPES = ("auto", "float32", "bfloat16", FP8)
@@ -47,11 +47,11 @@ class ExportSettings:
         size = "be a number with KB, MB, GB or TB, such as 5GB"
         known = SIZE.fullmatch(self.max_shard_size) is not None
         require(known, "export.max_shard_size", size, repr(self.max_shard_size))
-        known = depth in ("auto", None) or (type(depth) is int and depth >= 1)
+        known = depth is None or is_count_or_auto(depth)
         require(known, "export.num_speculative_tokens", "be at least 1, auto or null", depth)
         spread = self.tensor_parallel
-        known = spread == AUTO or counts(spread)
-        require(known, "export.tensor_parallel", f"be at least 1, or {AUTO}", spread)
+        known = f"be at least 1, or {AUTO}"
+        require(is_count_or_auto(spread), "export.tensor_parallel", known, spread)
         measured = self.measured_prompts
         require(measured >= 0, "export.measured_prompts", "be at least 0", measured)
         licence = "be a licence id of the Hub, such as apache-2.0, llama3.1 or other"

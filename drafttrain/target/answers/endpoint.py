@@ -357,14 +357,14 @@ def describe(error: BaseException, config: RegenerateSettings) -> str:
     """Return what is wrong with the endpoint's reply, in one line, with the key hidden."""
     status, body = getattr(error, "status_code", None), getattr(error, "body", None)
     text = str((isinstance(body, dict) and body.get("message")) or error)
+    if redirects := 300 <= (status or 0) < 400:
+        response: Any = getattr(error, "response", None)
+        text = str(response.headers.get("Location"))
     if key := _key(config):
         text = text.replace(key, "[the key]")
     text = shown(" ".join(text.split()), SHOWN)
-    if 300 <= (status or 0) < 400:
-        response: Any = getattr(error, "response", None)
-        to = str(response.headers.get("Location"))
-        to = to.replace(key, "[the key]") if key else to
-        return f"sends requests on to {shown(to, SHOWN)}, which is not followed ({status})"
+    if redirects:
+        return f"sends requests on to {text}, which is not followed ({status})"
     if isinstance(error, UntrustedError):
         return text
     return f"{status}: {text}" if status else f"{type(error).__name__}: {text}"

@@ -29,7 +29,7 @@ def by_transformers(
     Rounding is the exception: of two almost equally likely tokens, another batch may choose the
     other. room: tokens of a prompt and its answer together. decode: the plain loop on a batch.
     """
-    chance = SeededChance(config.seed)
+    chance, spec = SeededChance(config.seed), target.spec
     # Prompts of similar length share a batch: less padding.
     by_length = sorted(asked, key=lambda one: sum(len(turn.content) for turn in one.messages))
     for first in range(0, len(asked), config.batch_size):
@@ -38,9 +38,7 @@ def by_transformers(
         while True:
             prompts = {}
             for place, dialogue in enumerate(dialogues):
-                prompt = next_prompt(
-                    dialogue, target.tokenizer, config, template, room, target.spec.vocab_size
-                )
+                prompt = next_prompt(dialogue, target.tokenizer, config, template, room, spec)
                 if prompt is not None:
                     prompts[place] = prompt
             if not prompts:
@@ -54,7 +52,7 @@ def by_transformers(
                 rows=[dialogues[place].asked.index for place in prompts],
             )
             for place, answer in zip(prompts, decoded, strict=True):
-                take_tokens(dialogues[place], answer.tokens, target.spec, target.tokenizer)
+                take_tokens(dialogues[place], answer.tokens, spec, target.tokenizer)
         yield [dialogue.outcome for dialogue in dialogues if dialogue.outcome is not None]
 
 
@@ -78,7 +76,7 @@ def by_vllm(
 
     def hand_in(dialogue: Dialogue) -> list[Outcome]:
         """Submit the next turn; return the outcome of a conversation that has no turn left."""
-        prompt = next_prompt(dialogue, tokenizer, config, template, room, spec.vocab_size)
+        prompt = next_prompt(dialogue, tokenizer, config, template, room, spec)
         if prompt is None:
             return [] if dialogue.outcome is None else [dialogue.outcome]
         waiting[dialogue.asked.index] = dialogue
@@ -115,7 +113,7 @@ def next_prompt(
     config: RegenerateSettings,
     template: Template,
     room: int,
-    vocab_size: int,
+    spec: TargetSpec,
 ) -> list[int] | None:
     """Return the tokens of the next prompt; None if the conversation has ended."""
     if dialogue.outcome is not None:
@@ -125,10 +123,9 @@ def next_prompt(
     except Unusable as error:
         dialogue.stop(error.reason, error.detail, final=True)
         return None
-    if max(prompt, default=0) >= vocab_size:
-        dialogue.stop(
-            f"a token beyond the {vocab_size:,} of the model", f"token {max(prompt):,}", final=True
-        )
+    if (largest := max(prompt, default=0)) >= spec.vocab_size:
+        why = f"a token beyond the {spec.vocab_size:,} of the model"
+        dialogue.stop(why, f"token {largest:,}", final=True)
         return None
     if len(prompt) + config.max_new_tokens > room:
         dialogue.stop(

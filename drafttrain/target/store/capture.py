@@ -6,8 +6,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ from torch import Tensor
 from drafttrain.core.placed_batch import placed
 from drafttrain.core.types import FeatureSource, Sample, changed_part
 from drafttrain.data.batches import collate
-from drafttrain.runtime.disk import FULL, DiskError, errno_of, reason, write_whole
+from drafttrain.runtime.disk import FULL, write_whole, written
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.journal import append_records
 from drafttrain.runtime.load import SpeedWatch
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.run_folder import MANIFEST
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.runtime.terminal import followed, progress, silently
+from drafttrain.runtime.terminal import followed, progress
 from drafttrain.target.model import Target
 from drafttrain.target.served import ServedTarget
 from drafttrain.target.store import shards
@@ -63,7 +62,7 @@ def capture(
     """
     folder = Path(config.dir)
     rows = [int(shards.kept_positions(sample.loss_mask, asked.reach).sum()) for sample in samples]
-    with _disk_full_explained(folder):
+    with written(folder, "store.dir", FULL, "; the same command then resumes where it stopped"):
         if ranks.is_main:
             prepare(folder, target, samples, rows, asked, config, template, record, say)
         ranks.barrier()
@@ -83,7 +82,7 @@ def capture(
         mine = missing[ranks.rank :: ranks.world_size]
         total = sum(len(samples[i].tokens) for number in mine for i in plan[number])
         started, done = time.monotonic(), 0
-        watch = SpeedWatch("features", say if ranks.is_main else silently)
+        watch = SpeedWatch("features", say)
         with target.in_step(), progress("capture", total, show=ranks.is_main) as tick:
             for number in mine:
                 shard = writer.write(shards.shard_name(number), plan[number])
@@ -152,16 +151,14 @@ def prepare(
         "store.shard_mb": float(config.shard_mb),
     }
     begun = settings if earlier is None else earlier.settings
-    if (before := begun.get("model")) != (now := target.spec.fingerprint):
-        raise StoreError(
-            f"model must be the target that {folder} was started with, got {target.spec.name}: "
-            f"{changed_part(str(before), now)}; set it as it was, or capture into another store.dir"
-        )
     for key, value in settings.items():
-        if begun.get(key) != value:
+        if (before := begun.get(key)) != value:
+            need, got = f"be {before}, as when {folder} was started", value
+            if key == "model":
+                need = f"be the target that {folder} was started with"
+                got = f"{target.spec.name}: {changed_part(str(before), value)}"
             raise StoreError(
-                f"{key} must be {begun.get(key)}, as when {folder} was started, got {value}; "
-                "set it as it was, or capture into another store.dir"
+                f"{key} must {need}, got {got}; set it as it was, or capture into another store.dir"
             )
     write_whole(folder / shards.PROVENANCE, json.dumps(record, indent=2) + "\n")
     ends = {"embedding": readout.embedding, "norm": readout.norm, "head_bias": readout.head_bias}
@@ -255,19 +252,6 @@ def _by_file(records: list[Shard]) -> list[Shard]:
 def _remove(folder: Path, pattern: re.Pattern[str]) -> None:
     for file in shards.own_files(folder, pattern):
         file.unlink()
-
-
-@contextmanager
-def _disk_full_explained(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if errno_of(error) not in FULL:
-            raise
-        raise DiskError(
-            f"store.dir={folder} could not be written: {reason(error, folder)}; the same command "
-            "then resumes where it stopped"
-        ) from error
 
 
 class Writer:

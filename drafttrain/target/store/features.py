@@ -153,13 +153,10 @@ class StoredTarget:
             )
 
     def check_target(self, spec_fingerprint: str, template: str, origin: str) -> None:
-        for what, key, found in (
-            ("target", "model", spec_fingerprint),
-            ("chat template", "chat template", template),
-        ):
+        for key, found in (("model", spec_fingerprint), ("chat template", template)):
             stored = self.manifest.settings[key]
             if stored != found:
-                differs = f"the {what} differs: fingerprint {stored[:16]}, now {found[:16]}"
+                differs = f"the {key} differs: fingerprint {stored[:16]}, now {found[:16]}"
                 if key == "model":
                     differs = changed_part(stored, found)
                 raise StoreError(

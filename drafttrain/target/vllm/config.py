@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from drafttrain.runtime.settings import AUTO, Settings, counts
+from drafttrain.runtime.settings import AUTO, Settings, is_count_or_auto
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class VllmConfig(Settings):
 
     def __post_init__(self) -> None:
         self.require_at_least(1, "cpu_cache", "max_num_seqs")
-        spread, known = self.tensor_parallel, f"be at least 1, or {AUTO}"
-        self.require("tensor_parallel", spread == AUTO or counts(spread), known)
+        known = is_count_or_auto(self.tensor_parallel)
+        self.require("tensor_parallel", known, f"be at least 1, or {AUTO}")
         self.require("memory", 0 < self.memory <= 1, "be a share in (0, 1]")
         self.require("patience", self.patience > 0, "be above 0 seconds")
