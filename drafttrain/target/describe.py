@@ -131,6 +131,8 @@ def _needed(config: ModelConfig, text: Any, name: str) -> int:
 
 def _unused(vocab_size: int, tokenizer: Any) -> int | None:
     """Return the last id, if no token has it: many embeddings are padded to a round size."""
+    if tokenizer is None:  # a plan reads none
+        return None
     largest = max(tokenizer.get_vocab().values(), default=-1)
     return vocab_size - 1 if largest < vocab_size - 1 else None
 

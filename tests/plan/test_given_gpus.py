@@ -114,7 +114,7 @@ def test_the_plan_that_is_printed_is_the_placement_that_is_loaded(
     given(monkeypatch, 1)
     _, placement = planned()
     taken = []
-    monkeypatch.setattr(setup, "load_placed", lambda *found: taken.append(found[-1]))
+    monkeypatch.setattr(setup, "load_on_ranks", lambda *found: taken.append(found[-1]))
     setup.open_features(configured(), True, torch.bfloat16, ALONE, placement)
     assert taken == [placement]
 

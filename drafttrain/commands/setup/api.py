@@ -241,7 +241,8 @@ def evaluate(
     origin = f"{drafter.config.name} from Python, weights {weights.hexdigest()[:16]}"
     threads = torch.get_num_threads()
     choice = DecodeChoice(target.dtype, threads, f"{dtype} with {threads} threads")
-    given = GivenDrafter(mine, None, origin, ())
+    trained_on = drafter.spec
+    given = GivenDrafter(mine, None, origin, (), trained_on.fingerprint, trained_on.name)
     setup = set_up(config, loaded=Loaded(given, target, choice, target.device))
     record = provenance([]) | {"command": "drafttrain.evaluate(target, drafter)"}
     if folder is None:

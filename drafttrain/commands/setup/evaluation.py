@@ -93,6 +93,9 @@ def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
     drafter = given.drafter
     check_members(given, target.spec)
     check_sibling(given, target.spec)
+    assert target.config is not None, "whatever loads a target sets it"
+    for line in changed_target(given, target.config, target.spec):
+        console.print(line)
     change_target(target, given)
     if drafter.changes_target:
         console.print(tuned_statement(drafter.config.name))
@@ -203,8 +206,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     prompts = fitting(prompts, skipped, target, template, every, everyone)
     lines = [widened] if widened else []
     label = model.label
-    if sibling := changed_target(given, model, target.spec):
-        lines += sibling
+    if sibling := changed_target(given, model, target.spec):  # `meet` has printed it
         # Without the folder's path: reports stand on cards that are pushed.
         label += f" ({Path(model.path or model.repo or model.name).name})"
     if drafter.changes_target:
@@ -235,7 +237,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         "threads": choice.threads,
         "device": str(device),
     }
-    notes += [how, "losslessness is checked on first turns", *lines, *given.lines]
+    notes += [how, "losslessness is checked on first turns", *sibling, *lines, *given.lines]
     return Setup(
         folder=folder,
         settings=settings,

@@ -8,7 +8,7 @@ from typing import Any
 
 from drafttrain.commands.setup.api import check_alone, stream_of
 from drafttrain.commands.setup.evaluation import NO_DEPTH_PAYS, Loaded, as_tuned, load
-from drafttrain.commands.setup.target_and_drafter import inflate_as
+from drafttrain.commands.setup.target_and_drafter import changed_target, inflate_as
 from drafttrain.config.sections import ChatConfig
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.records import Message, Unusable
@@ -110,6 +110,9 @@ def ready_to_talk(config: ChatConfig) -> Talk:
         talk = _ready(config)
     if sys.stdin.isatty():  # somebody is there who waits
         sys.stderr.write(notes.get())
+    else:  # a script is only warned
+        told = talk.loaded.given, config.model, talk.loaded.target.spec
+        sys.stderr.writelines(f"{line}\n" for line in changed_target(*told))
     return talk
 
 
