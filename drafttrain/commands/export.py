@@ -1,6 +1,7 @@
 """A drafter in the layouts that serving engines load, and its push to the Hub."""
 
 import copy
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from drafttrain.commands.setup.target_and_drafter import (
     load_drafter,
     load_target_to_decode,
     recorded_spec,
+    scaling_lines,
 )
 from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import ExportConfig
@@ -37,7 +39,7 @@ from drafttrain.runtime.hardware import choose_device
 from drafttrain.runtime.lock import beside, hold
 from drafttrain.runtime.settings import AUTO, require
 from drafttrain.runtime.terminal import console, working
-from drafttrain.target.pretrained.models import find, load_tokenizer
+from drafttrain.target.pretrained.models import find, load_model_config, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,10 @@ def export(config: ExportConfig) -> None:
                 measure=partial(_measured, config, wanted) if settings.measured_prompts else None,
                 target_folder=lambda: find(config.model, weights=True),
             )
-        for line in done.lines():
+        scaled: list[str] = []
+        with suppress(ValueError):  # a repository may be out of reach, and need not be read
+            scaled = scaling_lines(wanted.drafter.config, load_model_config(config.model))
+        for line in [*done.lines(), *scaled]:
             console.print(line)
         if settings.push is None:
             return

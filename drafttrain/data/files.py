@@ -236,12 +236,10 @@ def dataset_records(
         if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
             rows: Any = datasets.load_from_disk(str(place))  # what `save_to_disk` wrote
             rows = rows[split] if isinstance(rows, dict) else rows
+        elif place.is_dir() and (local := _parquet_files(place, subset, split, options)):
+            rows = (row for file in local for _, row in file_records(file, key))
         else:
             source = str(place) if place.exists() else repo
-            if place.is_dir() and (local := _parquet_files(place, subset, split, options)):
-                rows = (row for file in local for _, row in file_records(file, key))
-                yield from ((f"{repo}:{split}[{number}]", row) for number, row in enumerate(rows))
-                return
             rows = datasets.load_dataset(source, subset, split=split, revision=revision, **options)
         for number, row in enumerate(rows):
             yield f"{repo}:{split}[{number}]", row

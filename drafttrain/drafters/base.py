@@ -54,6 +54,7 @@ from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.serving.layout import Expected, ServedLayout, check_tensors
 from drafttrain.drafters.shared.publications import About, Published
 from drafttrain.runtime.settings import Settings
+from drafttrain.target.pretrained.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,11 @@ class DrafterConfig(Settings):
     @property
     def served_from(self) -> Path | None:
         """The directory that an engine loads as it is; None: an export is needed."""
+        return None
+
+    @property
+    def draft_model(self) -> ModelConfig | None:
+        """The language model that drafts as it is; None: the drafter is a module of its own."""
         return None
 
     def build(self, spec: TargetSpec) -> "Drafter":

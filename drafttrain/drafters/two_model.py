@@ -19,6 +19,7 @@ from drafttrain.drafters.shared.model_source import draft_source, load_draft_mod
 from drafttrain.drafters.shared.publications import quoted, spec_bench
 from drafttrain.drafters.shared.vocabularies import check_same, intersection
 from drafttrain.runtime.settings import require
+from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.quantize import SCHEMES
 
 VOCABULARIES = ("same", "intersection")
@@ -54,15 +55,16 @@ class TwoModelConfig(DrafterConfig):
             value, names = getattr(self, key), ", ".join(name for name in known if name)
             require(value in known, f"drafter.{key}", f"{need} {names}", repr(value))
 
-    def build(self, spec: TargetSpec) -> "TwoModel":
-        """Return the drafter with its model; ValueError names what is missing or does not fit."""
+    @property
+    def draft_model(self) -> ModelConfig:
+        """The model that drafts; ValueError where drafter.path does not name it."""
         if self.path is None:
             raise ValueError(
                 f"drafter.path must say which model drafts for drafter={self.name}: a local "
                 "directory or a repository of the Hub; for example "
                 "drafter.path=/models/Llama-3.2-1B-Instruct"
             )
-        source = draft_source(
+        return draft_source(
             self.name,
             self.path,
             self.revision,
@@ -70,7 +72,10 @@ class TwoModelConfig(DrafterConfig):
             trust_remote_code=self.trust_remote_code,
             quantization=self.quantization,
         )
-        model, tokenizer = load_draft_model(source, DTYPES.get(self.dtype))
+
+    def build(self, spec: TargetSpec) -> "TwoModel":
+        """Return the drafter with its model; ValueError names what is missing or does not fit."""
+        model, tokenizer = load_draft_model(self.draft_model, DTYPES.get(self.dtype))
         return TwoModel(self, spec, model, tokenizer)
 
 

@@ -8,6 +8,7 @@ from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.job import Job
 from drafttrain.plan.memory import Memory, Sharding, combinations, memory_of, place
 from drafttrain.plan.serving import (
+    LARGEST_BATCH,
     Host,
     Serving,
     affordable,
@@ -34,21 +35,49 @@ SMALL_VOCABULARY = 8_000  # what a draft vocabulary can be cut to
 WHOLE_VOCABULARY = 50_000  # larger draft vocabularies are worth a note
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that `plan` reports."""
+@dataclass(frozen=True, kw_only=True)
+class ServingPlan:
+    """What `plan` reports of a target and its drafter while they serve."""
 
     job: Job
-    chosen: Cost
-    others: tuple[Cost, ...]
-    given_tokens: int | None  # of the data, by plan.tokens
-    store_tokens: int
     depth: int  # while serving: as asked for, or as deep as the drafter goes
     measured: str  # whose acceptance length is counted with; "": an assumed one
     host: Host
     serving: tuple[Serving, ...]
+    full: Serving  # with as many requests as the memory holds
     break_even: int | None
     advice: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(ServingPlan):
+    """Everything that `plan` reports of a drafter that is trained first."""
+
+    chosen: Cost
+    others: tuple[Cost, ...]
+    given_tokens: int | None  # of the data, by plan.tokens
+    store_tokens: int
+
+
+def plan_serving(job: Job, settings: PlanSettings, measured: str) -> ServingPlan:
+    """Return the plan of serving a target with its drafter; measured: see `ServingPlan`."""
+    host = host_of(job, settings)
+    rate, length = settings.conditional_acceptance, settings.acceptance_length
+    deepest = job.parts.max_depth or settings.depth  # such as the number of heads
+    depth = min(settings.depth, deepest)
+    if length is not None and depth < settings.depth:
+        rate, length = rate_of(length, settings.depth), None
+    acceptance = depth, rate, length
+    plan = ServingPlan(
+        job=job,
+        depth=depth,
+        measured=measured,
+        host=host,
+        serving=tuple(serve(host, batch, *acceptance) for batch in settings.batch_sizes),
+        full=serve(host, min(fitting(host), LARGEST_BATCH), *acceptance),
+        break_even=break_even(host, *acceptance),
+    )
+    return replace(plan, advice=(*about_drafter(plan), *about_speculation(plan)))
 
 
 def build_plan(
@@ -61,31 +90,20 @@ def build_plan(
 ) -> Plan:
     """Return the plan of a job: its own sharding, all others, serving, and advice.
 
-    measured: see `Plan`.
+    measured: see `ServingPlan`.
     """
     ways = combinations(shardings, job, placement)
-    host = host_of(job, settings)
-    rate, length = settings.conditional_acceptance, settings.acceptance_length
-    deepest = job.parts.max_depth or settings.depth  # such as the number of heads
-    depth = min(settings.depth, deepest)
-    if length is not None and depth < settings.depth:
-        rate, length = rate_of(length, settings.depth), None
-    acceptance = depth, rate, length
     once = min(job.trained_tokens, job.data_tokens or job.trained_tokens)
     plan = Plan(
-        job=job,
+        **vars(plan_serving(job, settings, measured)),
         chosen=cost(job, place(job, sharding, placement)),
         others=tuple(cost(job, memory_of(job, *way)) for way in ways),
         given_tokens=settings.tokens,
         store_tokens=settings.tokens or once,
-        depth=depth,
-        measured=measured,
-        host=host,
-        serving=tuple(serve(host, batch, *acceptance) for batch in settings.batch_sizes),
-        break_even=break_even(host, *acceptance),
     )
-    about = (about_target, about_micro_batch, about_features, about_drafter, about_speculation)
-    return replace(plan, advice=tuple(text for part in about for text in part(plan)))
+    about = (about_target, about_micro_batch, about_features)
+    training = tuple(text for part in about for text in part(plan))
+    return replace(plan, advice=training + plan.advice)
 
 
 def at_rows(job: Job, rows: int) -> Job:
@@ -178,7 +196,7 @@ def about_features(plan: Plan) -> Iterator[str]:
     )
 
 
-def about_drafter(plan: Plan) -> Iterator[str]:
+def about_drafter(plan: ServingPlan) -> Iterator[str]:
     """Yield advice on the size of the drafter: the cost of a drafted token in target passes."""
     job, host = plan.job, plan.host
     each = host.draft(1, plan.depth) / plan.depth / host.target_pass(1, 1)[0]
@@ -213,7 +231,7 @@ def about_drafter(plan: Plan) -> Iterator[str]:
         )
 
 
-def about_speculation(plan: Plan) -> Iterator[str]:
+def about_speculation(plan: ServingPlan) -> Iterator[str]:
     """Yield the largest batch at which speculation pays, and the acceptance it needs beyond."""
     length = plan.serving[0].acceptance_length
     given = f"at depth {plan.depth} and an acceptance length of {length:.2f}"

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drafttrain.plan.advice import Plan
+from drafttrain.plan.advice import Plan, ServingPlan
 from drafttrain.plan.memory import NAMES
 from drafttrain.plan.pages import components, headline, notes, tables, tiles
 from drafttrain.plan.shapes import BIASES
@@ -15,36 +15,38 @@ from drafttrain.report.document import notes as listed
 from drafttrain.report.write import write_pages
 
 
-def write_plan(plan: Plan, folder: Path, source: str) -> None:
+def write_plan(plan: ServingPlan, folder: Path, source: str) -> None:
     """Write plan.json, plan.md and plan.html, with every way to shard by component."""
     from drafttrain.report.plots import memory_figure  # matplotlib takes a second
 
-    # The placement that was asked for comes first.
-    own = plan.chosen.memory.placement
-    placements = dict.fromkeys([own, *(cost.memory.placement for cost in plan.others)])
-    first, _, *rest = tables(plan)
+    first, *rest = tables(plan)
+    figures = []
+    if isinstance(plan, Plan):
+        # The placement that was asked for comes first.
+        own = plan.chosen.memory.placement
+        placements = dict.fromkeys([own, *(cost.memory.placement for cost in plan.others)])
+        rest[:1] = [components(plan, where) for where in placements]
+        parts = {
+            cost.memory.sharding.name: {
+                NAMES[name]: value / GIB for name, value in cost.memory.parts.items()
+            }
+            for cost in plan.others
+            if cost.memory.placement == own
+        }
+        figures = [memory_figure(parts, plan.chosen.memory.limit / GIB)]
     document = Document(
         "memory, time, disk and money",
         f"{plan.job.drafter} for {plan.job.target}: the plan",
         [headline(plan)],
-        tiles=tiles(plan),
+        tiles=tiles(plan) if isinstance(plan, Plan) else [],
         first=[listed("Advice", list(plan.advice))],
         rest=[
             first,
-            *(components(plan, where) for where in placements),
             *rest,
             listed("What the numbers assume", notes(plan, source)),
         ],
     )
-    parts = {
-        cost.memory.sharding.name: {
-            NAMES[name]: value / GIB for name, value in cost.memory.parts.items()
-        }
-        for cost in plan.others
-        if cost.memory.placement == own
-    }
-    figure = memory_figure(parts, plan.chosen.memory.limit / GIB)
-    write_pages(folder, "plan", document, [figure], as_data(plan))
+    write_pages(folder, "plan", document, figures, as_data(plan))
 
 
 SHAPE = (
@@ -54,29 +56,34 @@ SHAPE = (
 )
 
 
-def as_data(plan: Plan) -> dict[str, Any]:
+def as_data(plan: ServingPlan) -> dict[str, Any]:
     """Return the plan as plain data, in bytes and seconds."""
     job, shape, parts = plan.job, plan.job.shape, plan.job.parts
-    step = parts.step(job.load.checkpointing)
     counted = {key: value for key, value in vars(parts).items() if key not in ("step", "draft")}
-    return {
+    served: dict[str, Any] = {
         "target": {"name": job.target, "num_parameters": shape.num_parameters}
         | {key: getattr(shape, key) for key in SHAPE}
         | {"layer": asdict(shape.layer)},
-        "drafter": {"name": job.drafter, **counted, **asdict(parts.draft())}
-        | {"flops_per_token": step.flops, "flops_per_key": step.flops_per_key},
+        "drafter": {"name": job.drafter, **counted, **asdict(parts.draft())},
         "accelerator": asdict(job.chip),
         "load": asdict(job.load),
-        "feature_bytes_per_token": job.token_bytes,
-        "store_tokens": plan.store_tokens,
-        "store_bytes": job.token_bytes * plan.store_tokens,
         "headline": headline(plan),
-        "chosen": _cost(plan.chosen),
-        "choices": [_cost(cost) for cost in plan.others],
         "serving": [asdict(row) for row in plan.serving],
         "serving_accelerators": plan.host.spread,
         "break_even_batch": plan.break_even,
+        "full_load": asdict(plan.full),
         "advice": list(plan.advice),
+    }
+    if not isinstance(plan, Plan):
+        return served
+    step = parts.step(job.load.checkpointing)
+    served["drafter"] |= {"flops_per_token": step.flops, "flops_per_key": step.flops_per_key}
+    return served | {
+        "feature_bytes_per_token": job.token_bytes,
+        "store_tokens": plan.store_tokens,
+        "store_bytes": job.token_bytes * plan.store_tokens,
+        "chosen": _cost(plan.chosen),
+        "choices": [_cost(cost) for cost in plan.others],
     }
 
 

@@ -8,10 +8,10 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from drafttrain.plan.advice import Plan
+from drafttrain.plan.advice import Plan, ServingPlan
 from drafttrain.plan.job import Job
 from drafttrain.plan.memory import NAMES, Memory
-from drafttrain.plan.serving import fitting
+from drafttrain.plan.serving import FILLED, fitting
 from drafttrain.plan.throughput import Cost
 from drafttrain.plan.units import GIB, count, disk, gib, hours, money, seconds, three
 from drafttrain.report.document import Tile
@@ -42,24 +42,36 @@ ASSUMED = (
 )
 
 
-def tables(plan: Plan) -> list[Table]:
+def tables(plan: ServingPlan) -> list[Table]:
     """Return the tables that the terminal shows."""
+    if not isinstance(plan, Plan):
+        return [what(plan), serving(plan)]
     here = components(plan, plan.chosen.memory.placement)
     return [what(plan), here, ways(plan), time_and_money(plan), serving(plan)]
 
 
-def headline(plan: Plan) -> str:
+def headline(plan: ServingPlan) -> str:
     """Return whether it fits, how long it takes, what it costs, and what the drafter brings."""
-    memory, first = plan.chosen.memory, plan.serving[0]
-    price = f" and {money(plan.chosen.dollars)}" if plan.chosen.dollars else ""
+    first = plan.serving[0]
     speedup, depth = _fastest(plan)
+    served = (
+        f"Serving {things(first.batch, 'request')} is then {speedup:.2f} times as "
+        f"fast at depth {depth}, predicted. The acceptance length{_acceptance(plan)}"
+        f"{'' if plan.measured else ': plan.acceptance_length or run.dir takes a measured one'}."
+    )
+    if not isinstance(plan, Plan):
+        needed, there = plan.host.weight_bytes, plan.host.spread * plan.job.chip.memory
+        return (
+            f"{'Fits' if needed <= FILLED * there else 'Does NOT fit'}: target and drafter take "
+            f"{gib(needed)} of the {gib(there)} of {_machines(plan)}. {served}"
+        )
+    memory = plan.chosen.memory
+    price = f" and {money(plan.chosen.dollars)}" if plan.chosen.dollars else ""
     return (
         f"{'Fits' if memory.fits else 'Does NOT fit'}: {gib(memory.total)} of the "
         f"{gib(memory.limit)} of {plan.job.machine}, {_held(memory.placement)}, "
         f"deepspeed={memory.sharding.name}. Training takes {hours(plan.chosen.hours)}{price}. "
-        f"Serving {things(first.batch, 'request')} is then {speedup:.2f} times as "
-        f"fast at depth {depth}, predicted. The acceptance length{_acceptance(plan)}"
-        f"{'' if plan.measured else ': plan.acceptance_length or run.dir takes a measured one'}."
+        f"{served}"
     )
 
 
@@ -88,7 +100,7 @@ def tiles(plan: Plan) -> list[Tile]:
     ]
 
 
-def _fastest(plan: Plan) -> tuple[float, int]:
+def _fastest(plan: ServingPlan) -> tuple[float, int]:
     """Return the best predicted speedup at the smallest batch, and its depth."""
     first = plan.serving[0]
     if first.best_depth and first.best_speedup > first.speedup:
@@ -96,7 +108,7 @@ def _fastest(plan: Plan) -> tuple[float, int]:
     return first.speedup, plan.depth
 
 
-def _acceptance(plan: Plan) -> str:
+def _acceptance(plan: ServingPlan) -> str:
     told = f", {plan.serving[0].acceptance_length:.2f} at depth {plan.depth}, is "
     return told + (plan.measured or "assumed")
 
@@ -149,15 +161,12 @@ def pieces(content: Table, console: Console) -> Iterator[Table]:
         yield from pieces(replace(cut(end, count), caption="continued"), console)
 
 
-def what(plan: Plan) -> Table:
-    """Return target, drafter and features in numbers."""
+def what(plan: ServingPlan) -> Table:
+    """Return target and drafter in numbers, and of a drafter that is trained what that takes."""
     job, parts, host = plan.job, plan.job.parts, plan.host
     share = f"{parts.num_parameters / job.shape.num_parameters:.2%} of the target"
     if parts.draft_vocab < job.shape.vocab_size:
         share += f"; can draft {parts.draft_vocab:,} tokens"
-    layers = ", ".join(str(layer) for layer in parts.captures)
-    read = f"layers {layers} and the final one" if layers else "the final hidden state"
-    stored = f"at most, for {count(plan.store_tokens)} tokens; plan.tokens says how many"
     cache = "no cache of its own"
     if host.draft_cache_bytes:
         each = disk(host.draft_cache_bytes)
@@ -168,6 +177,38 @@ def what(plan: Plan) -> Table:
             f"{gib(job.target_bytes)} in {job.load.dtype}",
         ),
         f"drafter: {job.drafter}": (f"{parts.num_parameters:,} parameters", share),
+        **(_training(plan) if isinstance(plan, Plan) else {}),
+        "serving the drafter": (f"{gib(host.drafter_bytes)} more", cache),
+    }
+    if job.origin:
+        rows["weights, on disk"] = (disk(job.shape.bytes(2, None)), f"from {job.origin}")
+    if job.price_per_hour:
+        rows["a million tokens"] = _price(plan)
+    cells = [[name, *texts] for name, texts in rows.items()]
+    return Table("What is planned", "", ["", "", ""], cells, [])
+
+
+def _price(plan: ServingPlan) -> tuple[str, str]:
+    """Return the price of a million tokens at full load, and after how long training is repaid."""
+    full, gain = plan.full, plan.full.best_speedup
+    each = plan.host.spread * plan.job.price_per_hour  # an hour
+    plain = each / 3600 * full.plain_s / full.batch * 1e6
+    if not full.best_depth:
+        return money(plain), f"at {things(full.batch, 'request')}, where no drafter pays"
+    # The tokens of an hour with the drafter take `gain` hours without it.
+    text = f"not {money(plain)}, at {things(full.batch, 'request')} and depth {full.best_depth}"
+    if isinstance(plan, Plan):
+        text += f"; pays for training in {hours(plan.chosen.dollars / (each * (gain - 1)))}"
+    return money(plain / gain), text
+
+
+def _training(plan: Plan) -> dict[str, tuple[str, str]]:
+    """Return the rows of what training and evaluating take."""
+    job, captures = plan.job, plan.job.parts.captures
+    layers = ", ".join(str(layer) for layer in captures)
+    read = f"layers {layers} and the final one" if layers else "the final hidden state"
+    stored = f"at most, for {count(plan.store_tokens)} tokens; plan.tokens says how many"
+    return {
         "features": (f"{disk(job.token_bytes)} a token", f"{read}, {job.load.width} bytes a value"),
         "features, stored": (disk(job.token_bytes * plan.store_tokens), stored),
         "training": (
@@ -182,12 +223,7 @@ def what(plan: Plan) -> Table:
             gib(job.target_bytes),
             f"and {gib(4 * job.shape.num_parameters)} for a float32 copy, where that fits",
         ),
-        "serving the drafter": (f"{gib(host.drafter_bytes)} more", cache),
     }
-    if job.origin:
-        rows["weights, on disk"] = (disk(job.shape.bytes(2, None)), f"from {job.origin}")
-    cells = [[name, *texts] for name, texts in rows.items()]
-    return Table("What is planned", "", ["", "", ""], cells, [])
 
 
 def _epochs(plan: Plan) -> str:
@@ -269,7 +305,7 @@ def time_and_money(plan: Plan) -> Table:
     return Table("Time, energy and money", f"{job.chip.how}.", ["", "time", "", ""], rows, [])
 
 
-def serving(plan: Plan) -> Table:
+def serving(plan: ServingPlan) -> Table:
     """Return whether speculation pays, by batch."""
     rows = [
         [
@@ -283,15 +319,18 @@ def serving(plan: Plan) -> Table:
         for row in plan.serving
     ]
     host = plan.host
-    machines = f"{host.spread} x " * (host.spread > 1) + plan.job.chip.name
     return Table(
-        f"Serving on {machines}: does speculation pay?",
+        f"Serving on {_machines(plan)}: does speculation pay?",
         f"Acceptance length {round(plan.serving[0].acceptance_length, 2)}, {host.context:,} tokens "
         f"of context; the memory holds the caches of {fitting(host):,} requests.",
         ["requests", "plain step", "draft", "verify", "waits for", "speedup", "best depth", "then"],
         rows,
         [],
     )
+
+
+def _machines(plan: ServingPlan) -> str:
+    return f"{plan.host.spread} x " * (plan.host.spread > 1) + plan.job.chip.name
 
 
 def short_form(job: Job, cost: Cost, plan: str) -> list[str]:
@@ -314,8 +353,10 @@ def short_form(job: Job, cost: Cost, plan: str) -> list[str]:
     ]
 
 
-def notes(plan: Plan, source: str) -> list[str]:
+def notes(plan: ServingPlan, source: str) -> list[str]:
     """Return what the numbers assume."""
+    if not isinstance(plan, Plan):
+        return [ASSUMED[-1]]
     chip = plan.job.chip
     values = {"efficiency": chip.efficiency, "bandwidth": chip.bandwidth_efficiency}
     return [text.format(source=source, **values) for text in ASSUMED]

@@ -1,11 +1,12 @@
 """The cost and benefit of a drafter in serving: memory, and speedup by batch from the roofline."""
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.job import Job
-from drafttrain.plan.trace import Pass
+from drafttrain.plan.shapes import Shape
+from drafttrain.plan.trace import DraftCost, DrafterCost, Pass
 from drafttrain.target.placement import gpus_to_serve
 
 DEEPEST = 8  # of the chains that are compared for the best depth
@@ -46,9 +47,19 @@ class Host:
         )
 
     @property
+    def weight_bytes(self) -> float:
+        """Bytes of both models' weights."""
+        return self.job.target_bytes + self.drafter_bytes
+
+    @property
+    def draft_width(self) -> float:
+        """Bytes of a number of the drafter."""
+        return self.job.parts.served_width or self.job.load.width
+
+    @property
     def drafter_bytes(self) -> float:
         """Bytes of the weights that the drafter adds to the target."""
-        return float(self.job.parts.num_served * self.job.load.width)
+        return self.job.parts.num_served * self.draft_width
 
     @property
     def draft_cache_bytes(self) -> float:
@@ -81,7 +92,7 @@ class Host:
 
     def _drafted(self, batch: int, one: Pass) -> float:
         flops = batch * (one.flops + one.flops_per_key * self.context)
-        read = float(one.weights * self.job.load.width)
+        read = one.weights * self.draft_width
         if one.layers:
             read += batch * self.draft_cache_bytes
         return self.one_pass(float(flops), read, 2 * max(one.layers, 1))[0]
@@ -100,8 +111,30 @@ class Host:
 def host_of(job: Job, settings: PlanSettings) -> Host:
     """Return target and drafter on as few accelerators (1, 2, 4, ...) as hold them with room."""
     heads = job.shape.num_attention_heads
-    enough = gpus_to_serve(job.target_bytes, job.chip.memory, heads)
-    return Host(job, settings.context, settings.serving_gpus or enough)
+    alone = Host(job, settings.context, 1)
+    enough = settings.serving_gpus or gpus_to_serve(alone.weight_bytes, job.chip.memory, heads)
+    return replace(alone, spread=enough)
+
+
+def as_it_is(shape: Shape, target: Shape, served_bytes: float) -> DrafterCost:
+    """Return the cost of a language model that drafts as it is, served in so many bytes.
+
+    A pass reads all its weights but an untied embedding; of experts all, whichever are chosen.
+    """
+    query = shape.num_layers * shape.num_attention_heads * shape.head_dim
+    each = Pass(
+        flops=2 * (shape.num_layers * round(shape.layer.active) + shape.table_parameters),
+        flops_per_key=4 * query,
+        weights=shape.num_parameters - (0 if shape.tie_embeddings else shape.table_parameters),
+        layers=shape.num_layers,
+    )
+    key_values = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim
+    return DrafterCost(
+        num_parameters=shape.num_parameters,
+        draft_vocab=min(shape.vocab_size, target.vocab_size),
+        draft=lambda: DraftCost(key_values, each, each),
+        served_width=served_bytes / shape.num_parameters,
+    )
 
 
 def accepted(rate: float, length: float | None, at: int, depth: int) -> float:
@@ -167,7 +200,7 @@ def break_even(host: Host, depth: int, rate: float, length: float | None) -> int
 
 def fitting(host: Host) -> int:
     """Return how many requests' caches fit in memory next to target and drafter; at least 1."""
-    room = host.spread * host.job.chip.memory * FILLED - host.job.target_bytes - host.drafter_bytes
+    room = host.spread * host.job.chip.memory * FILLED - host.weight_bytes
     return max(1, int(room / (host.cache_bytes + host.draft_cache_bytes)))
 
 

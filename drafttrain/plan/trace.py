@@ -114,22 +114,28 @@ class DraftCost:
     further: Pass  # reads its own token, and drafts the next
 
 
+def untrained(recompute: bool) -> Step:
+    """Raise AssertionError: a drafter that is used as it is has no training step."""
+    raise AssertionError("the drafter is not trained")
+
+
 @dataclass(frozen=True)
 class DrafterCost:
     """The size of a drafter, and its cost in training and serving."""
 
     num_parameters: int
-    num_trained: int
-    num_muon: int  # of the trained, those that Muon would update
-    muon_flops: float  # of its update
-    num_copied: int  # numbers of the target's matrices that it has copies of, as buffers
-    num_kept: int  # those of them that it drafts with, and saves
-    largest: int  # weights of its largest tensor
-    captures: tuple[int, ...]
     draft_vocab: int
-    max_depth: int | None
     draft: Callable[[], DraftCost]
-    step: Callable[[bool], Step]  # of training; whether layers' activations are recomputed
+    step: Callable[[bool], Step] = untrained  # recomputing layers' activations or not
+    num_trained: int = 0
+    num_muon: int = 0  # of the trained, those that Muon would update
+    muon_flops: float = 0.0  # of its update
+    num_copied: int = 0  # numbers of the target's matrices that it has copies of, as buffers
+    num_kept: int = 0  # those of them that it drafts with, and saves
+    largest: int = 0  # weights of its largest tensor
+    captures: tuple[int, ...] = ()
+    max_depth: int | None = None
+    served_width: float | None = None  # bytes of a number while serving; None: as in training
 
     @property
     def num_served(self) -> int:

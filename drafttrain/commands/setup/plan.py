@@ -12,21 +12,23 @@ from statistics import median
 import torch
 import yaml
 
-from drafttrain.config.compose import compose, load_choice, recorded, typed
+from drafttrain.config.compose import compose, load_choice, printed, recorded
 from drafttrain.config.groups import choices, conf_dir, follow_up, told_target
 from drafttrain.config.overrides import UsageError, spelled
 from drafttrain.config.sections import PlanConfig, TrainConfig
 from drafttrain.data.conversations import HubConfig, JsonlConfig, SelfgenConfig
+from drafttrain.drafters.base import DrafterConfig
+from drafttrain.drafters.shared.model_source import in_drafters_words
 from drafttrain.plan.accelerator import Accelerator, accelerator, matching, processor
-from drafttrain.plan.advice import Plan, build_plan
+from drafttrain.plan.advice import ServingPlan, build_plan, plan_serving
 from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.job import Job
 from drafttrain.plan.memory import Sharding, place, refuse_unless_fitting
 from drafttrain.plan.pages import short_form
-from drafttrain.plan.serving import accepted, rate_of
-from drafttrain.plan.shapes import inflated, settings_of, shape_of
+from drafttrain.plan.serving import accepted, as_it_is, rate_of
+from drafttrain.plan.shapes import Shape, inflated, settings_of, shape_of
 from drafttrain.plan.throughput import cost
-from drafttrain.plan.trace import Load, UnknownCostError, trace
+from drafttrain.plan.trace import DrafterCost, Load, UnknownCostError, trace
 from drafttrain.plan.units import GIB
 from drafttrain.report.card import read_run
 from drafttrain.runtime.config import HardwareConfig
@@ -45,6 +47,7 @@ from drafttrain.target.placement import (
     placement_of,
 )
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
+from drafttrain.target.pretrained.hub import cached_config
 from drafttrain.target.store.config import StoredFeaturesConfig
 
 SETTLING = 2  # first lines of metrics, left out: the run still compiles and fills caches
@@ -54,7 +57,7 @@ PLAIN_TEXT = re.compile(r"[A-Za-z/~.][\w/~.-]*")  # which the command line takes
 MEASURE_S, GLANCE_S = 0.15, 0.02  # seconds to time products on a CPU, and as long for memory
 
 
-def plan_of(config: PlanConfig) -> tuple[Plan, str]:
+def plan_of(config: PlanConfig) -> tuple[ServingPlan, str]:
     """Return the whole plan and the source of its efficiency; ValueError where none can be made."""
     settings, source = config.plan, GUESS
     chip = accelerator_of(config.hardware, MEASURE_S)
@@ -62,12 +65,14 @@ def plan_of(config: PlanConfig) -> tuple[Plan, str]:
         chip = replace(chip, efficiency=measured_efficiency(Path(settings.measured), chip))
         source = f"measured in {settings.measured}"
     job = job_of(config, settings, chip)
+    settings, measured = with_measured_acceptance(settings)
+    if not config.drafter.trainable:
+        return plan_serving(job, settings, measured), source
     shardings = [Sharding.of(load_choice("deepspeed", name)) for name in choices("deepspeed")]
     own = Sharding.of(config.deepspeed)
     if own not in shardings:
         shardings.append(own)
     order = sorted(shardings, key=lambda way: (way.stage is not None, way.stage or 0, way.offload))
-    settings, measured = with_measured_acceptance(settings)
     placement = config.hardware.target_placement
     return build_plan(job, settings, own, placement, order, measured), source
 
@@ -129,14 +134,14 @@ def plan_command(config: TrainConfig, hardware: str | None = None) -> str:
     if hardware is not None:
         words, known = [*words, f"hardware={hardware}"], known - {"hardware"}
     for whole in (True, False):  # choices first: they change what other keys are by default
-        usual = typed(compose("plan", words), PlanConfig)
+        usual = yaml.safe_load(printed(compose("plan", words)))  # not checked: data.path is null
         for section in sorted(known):
-            theirs, name = getattr(usual, section), getattr(config, section).name
-            if whole and name != theirs.name and name in choices(section):
+            theirs, name = usual[section], getattr(config, section).name
+            if whole and name != theirs["name"] and name in choices(section):
                 words.append(f"{section}={name}")
             elif not whole and section != "model":
                 for key, value in vars(getattr(config, section)).items():
-                    if value != getattr(theirs, key, value) and key != "name":
+                    if value != theirs.get(key, value) and key != "name":
                         plain = isinstance(value, str) and PLAIN_TEXT.fullmatch(value)
                         words.append(f"{section}.{key}={value if plain else spelled(value)}")
     return follow_up("plan", *words)
@@ -173,14 +178,9 @@ def job_of(
     """Return what is planned, with target and drafter counted.
 
     free: bytes that a rank of this very run has for the target; None: no run is started.
-    ValueError for a drafter that has nothing to train; UnknownCostError where the target's
-    architecture, or the number of steps, is not known before anything is loaded.
+    ValueError for a drafter that is neither trained nor a language model; UnknownCostError where
+    the target's architecture, or the number of steps, is not known before anything is loaded.
     """
-    if not config.drafter.trainable:
-        raise ValueError(
-            f"drafter={config.drafter.name} has nothing to train, and so nothing to plan; "
-            "choose another drafter"
-        )
     model, hardware, data, trainer = config.model, config.hardware, config.data, config.trainer
     ranks, ranks_here = ranks_of(hardware, chip)
     gpus = ranks if free is None else torch.cuda.device_count()
@@ -194,12 +194,12 @@ def job_of(
     plain = shape_of(model)
     length = settings.length or min(data.max_length, plain.max_positions)
     if trainer.unsized:
-        if conversations is None:
+        if conversations is None and config.drafter.trainable:
             raise UnknownCostError(
                 "trainer=auto takes its steps from the data, which is not read for a plan: give "
                 "trainer.max_steps and trainer.tokens_per_step, or data.limit"
             )
-        trainer = trainer.sized(conversations * length, plain.hidden_size, config.drafter.lr)
+        trainer = trainer.sized((conversations or 1) * length, plain.hidden_size, config.drafter.lr)
     load = Load(
         # A step with fewer tokens than its micro batches hold has fewer rows in each.
         rows=max(1, min(hardware.micro_batch, -(-trainer.tokens_per_step // (length * ranks)))),
@@ -235,7 +235,7 @@ def job_of(
         target=model.label,
         drafter=config.drafter.name,
         shape=shape,
-        parts=trace(config.drafter, plain, lambda: settings_of(model), load),
+        parts=drafter_cost(config.drafter, model, plain, load),
         knobs=tuple(field.name for field in fields(config.drafter)),
         load=load,
         chip=chip,
@@ -252,6 +252,42 @@ def job_of(
         engine_bytes=engine_bytes,
         price_per_hour=chip.price_per_hour if price is None else price,
     )
+
+
+def drafter_cost(
+    drafter: DrafterConfig, model: ModelConfig, target: Shape, load: Load
+) -> DrafterCost:
+    """Return the cost of a drafter that is trained, or of a language model that drafts as it is."""
+    if drafter.trainable:
+        return trace(drafter, target, lambda: settings_of(model), load)
+    source = drafter.draft_model
+    if source is None:
+        raise ValueError(
+            f"drafter={drafter.name} has nothing to train, and so nothing to plan; "
+            "choose another drafter"
+        )
+    draft = draft_shape(source)
+    return as_it_is(draft, target, draft.bytes(load.width, source.quantization))
+
+
+def draft_shape(source: ModelConfig) -> Shape:
+    """Return the language model that drafts, as conf/model or its config.json describes it.
+
+    ValueError, in terms of drafter.path, where neither is on this machine.
+    """
+    shapes = [load_choice("model", name).shape or {} for name in choices("model")]
+    listed = [shape for shape in shapes if source.repo and shape.get("of") == source.repo]
+    if source.repo and not listed and cached_config(source.repo, source.revision) is None:
+        raise ValueError(
+            "drafter.path must be a directory, or a repository whose config.json is in the Hub's "
+            f"cache, to be planned, got {source.repo}; `hf download {source.repo} config.json` "
+            "puts it there"
+        )
+    try:
+        return shape_of(replace(source, shape=listed[0] if listed else None))
+    except ValueError as error:
+        text = in_drafters_words(str(error), source.name)
+        raise ValueError(f"drafter.path cannot be planned: {text}") from error
 
 
 def _origin(model: ModelConfig) -> str:

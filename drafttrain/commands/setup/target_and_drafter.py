@@ -55,6 +55,7 @@ from drafttrain.target.placement import (
 )
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.inflate import count_parameters
+from drafttrain.target.pretrained.limits import rope_scaling_of
 from drafttrain.target.pretrained.models import load_model_config, load_tokenizer
 from drafttrain.target.pretrained.shards import weight_bytes
 from drafttrain.target.pretrained.size import parameters
@@ -585,3 +586,19 @@ def describe_drafter(drafter: Drafter) -> str:
     if drafter.vocab is not None:
         line += f", can predict {drafter.vocab.size:,} of {drafter.spec.vocab_size:,} tokens"
     return line
+
+
+def scaling_lines(drafter: DrafterConfig, model_config: Any) -> list[str]:
+    """Return a line where the target's rotary positions are scaled, and the drafter's are not so.
+
+    model_config: the target's, of Transformers.
+    """
+    target = rope_scaling_of(model_config.get_text_config(decoder=True))
+    if target is None or not hasattr(drafter, "rope_scaling") or drafter.rope_scaling == target:
+        return []
+    written = ", ".join(f"{key}: {value}" for key, value in target.items())
+    own = "unscaled" if drafter.rope_scaling is None else "scaled otherwise"
+    return [
+        f"rotary positions: the target's are scaled ({target['rope_type']}), the drafter's are "
+        f"{own}; trained with drafter.rope_scaling='{{{written}}}' it has the target's"
+    ]

@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from drafttrain.commands.setup.target_and_drafter import (
     load_samples,
     open_features,
     read_samples,
+    scaling_lines,
 )
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.types import FeatureSource, Sample
@@ -23,7 +23,7 @@ from drafttrain.data.batches import token_counts
 from drafttrain.data.chat import REPEATED, check_holdout, num_repeated, split_holdout
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import SkipReport
-from drafttrain.drafters.base import Drafter, DrafterConfig
+from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.hardware import choose_draft_dtype
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.signals import StopRequest
@@ -31,7 +31,6 @@ from drafttrain.runtime.terminal import Tell
 from drafttrain.target.model import Target
 from drafttrain.target.placement import Placement
 from drafttrain.target.pretrained.inflate import count_parameters
-from drafttrain.target.pretrained.limits import rope_scaling_of
 from drafttrain.target.pretrained.models import load_model_config
 from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.target.store.features import StoredTarget
@@ -114,7 +113,6 @@ def first_weights(
             material.target.check_changeable()
             start.drafter.initialise(material.target.own_model, material.target.tokenizer)
         return start.drafter
-    text = load_model_config(config.model).get_text_config(decoder=True)
     torch.manual_seed(config.run.seed)  # here, so that loading a target does not change the weights
     drafter = config.drafter.build(spec)
     if material.target is not None:
@@ -128,24 +126,9 @@ def first_weights(
             f"drafter.mask_token_id is {mask}, which also ends answers of {spec.name}: the drafter "
             "cannot tell the two apart; give another id that no text holds"
         )
-    for line in scaling_lines(config.drafter, rope_scaling_of(text)):
+    for line in scaling_lines(config.drafter, load_model_config(config.model)):
         say(line)
     return drafter
-
-
-def scaling_lines(drafter: DrafterConfig, target: dict[str, Any] | None) -> list[str]:
-    """Return a line where the target's rotary positions are scaled, and the drafter's are not so.
-
-    target: the scaling of the target as Transformers writes it, None for none.
-    """
-    if target is None or not hasattr(drafter, "rope_scaling") or drafter.rope_scaling == target:
-        return []
-    written = ", ".join(f"{key}: {value}" for key, value in target.items())
-    own = "unscaled" if drafter.rope_scaling is None else "scaled otherwise"
-    return [
-        f"rotary positions: the target's are scaled ({target['rope_type']}), the drafter's are "
-        f"{own}; drafter.rope_scaling='{{{written}}}' gives it the target's"
-    ]
 
 
 def validation_of(

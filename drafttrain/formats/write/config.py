@@ -50,8 +50,8 @@ class ExportSettings:
         known = depth is None or is_count_or_auto(depth)
         require(known, "export.num_speculative_tokens", "be at least 1, auto or null", depth)
         spread = self.tensor_parallel
-        known = f"be at least 1, or {AUTO}"
-        require(is_count_or_auto(spread), "export.tensor_parallel", known, spread)
+        need = f"be at least 1, or {AUTO}"
+        require(is_count_or_auto(spread), "export.tensor_parallel", need, spread)
         measured = self.measured_prompts
         require(measured >= 0, "export.measured_prompts", "be at least 0", measured)
         licence = "be a licence id of the Hub, such as apache-2.0, llama3.1 or other"
