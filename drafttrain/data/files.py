@@ -59,7 +59,7 @@ def find_files(path: str) -> list[Path]:
 def require_regular(files: Iterable[Path], key: str) -> None:
     """Raise ValueError, naming it, for a file that is neither regular nor a link to such a file."""
     for file in files:
-        if not file.is_file():
+        if os.path.lexists(file) and not file.is_file():  # reading says that a file is gone
             got = f"{shown(file, 400)}, which is a pipe, a device or a broken link; remove it"
             raise ValueError(f"{key} must name regular files, got {got}")
 

@@ -31,12 +31,11 @@ from drafttrain.commands.setup.target_and_drafter import best_of
 from drafttrain.data.conversations import JsonlConfig, read
 from drafttrain.data.files import file_records
 from drafttrain.report.write import write_texts
-from drafttrain.runtime.disk import DiskError, append_text, write_whole, writing, written
+from drafttrain.runtime.disk import FULL, DiskError, append_text, write_whole, writing, written
 from drafttrain.runtime.ranks import LostRankError
 from drafttrain.runtime.run_folder import append_log
 from drafttrain.runtime.signals import ECHO_S, Stopped, StopRequest, answered
 from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker, read_metrics
-from drafttrain.target.store.capture import _disk_full_explained
 from drafttrain.training.checkpoint import (
     Checkpoints,
     _write_state,
@@ -590,7 +589,8 @@ def test_what_libraries_in_rust_say_of_the_system_is_understood(
         with pytest.raises(DiskError, match=said), guard:
             raise SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})")
     match = rf"store\.dir=.*{said}.* resumes where it stopped"
-    with pytest.raises(DiskError, match=match), _disk_full_explained(tmp_path):
+    guard = written(tmp_path, "store.dir", FULL, "; the same command resumes where it stopped")
+    with pytest.raises(DiskError, match=match), guard:
         raise SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})")
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from drafttrain.commands.setup.target_and_drafter import load_alone, load_samples, read_samples
 from drafttrain.config.sections import CaptureConfig, TrainConfig
+from drafttrain.core.tokenizer import text_of
 from drafttrain.core.types import Sample
 from drafttrain.data.conversations import DataConfig, ReadConfig, SelfgenConfig
 from drafttrain.data.skips import SkipReport
@@ -49,7 +50,8 @@ def marked_text(sample: Sample, tokenizer: Any) -> Text:
     text = Text()
     runs = zip(sample.tokens.tolist(), sample.loss_mask.tolist(), strict=True)
     for trained, run in groupby(runs, key=lambda pair: pair[1]):
-        words = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
+        tokens = [token for token, _ in run]
+        words = text_of(tokenizer, tokens, clean_up_tokenization_spaces=False)
         text.append(f"«{words}»" if trained else words, style="bold green" if trained else "")
     return text
 
