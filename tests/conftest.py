@@ -15,6 +15,7 @@ os.environ.update(
 
 import copy
 import gc
+import signal
 import string
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from drafttrain.target.model import Target
 
 torch.set_num_threads(1)
+
+# Tests send these, and nohup or a script's `&` has them ignored in all that they start.
+for number in (signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_DFL)
 
 # Shapes and types of every call in the package, as signatures state them: a third of the time of
 # the tests, so where it is asked for, as CI does. It does not survive torch.compile.
