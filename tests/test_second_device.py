@@ -329,7 +329,7 @@ def both(
 ) -> Iterator[list[Place]]:
     """The CPU and the second device; what is printed names the one that was asked for."""
     yield [Place(device, tmp_path, tiny_target_dir, data) for device in DEVICES]
-    assert f"free on {NAME}" in capsys.readouterr().out
+    assert f") on {NAME}" in capsys.readouterr().out
 
 
 def assert_same_runs(expected: Path, found: Path) -> None:

@@ -93,7 +93,7 @@ def load_placed(
     else:
         assert placement.kind == "device", f"no placement is called {placement.kind}"
         target = load_target(config, dtype, str(ranks.device))
-    target.placed, target.config = str(placement), config
+    target.placed, target.config = f"{placement} on {ranks.device}", config
     return target
 
 
