@@ -396,7 +396,7 @@ def test_data_that_cannot_do_are_refused_before_a_target_is_loaded(
     monkeypatch.delattr("drafttrain.commands.setup.training.open_features")
     config = typed(compose("train", told), TrainConfig)
     with pytest.raises(ValueError, match=said):
-        gather(config, True, torch.float32, ALONE, lambda line: None)
+        gather(config, True, torch.float32, ALONE, None, lambda line: None)
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_a_consumer_that_is_cancelled_ends_the_stream(target: Target, lookup: Dr
 
     async def cancelled() -> None:
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(take(), 0.3)
+            await asyncio.wait_for(take(), 0.05)
         await asyncio.sleep(0.5)  # the pass that was being decoded ends
 
     asyncio.run(cancelled())
