@@ -81,6 +81,7 @@ def run_case(case: dict[str, Any], max_tokens: int) -> dict[str, Any]:
         "device": "cpu",
         "dtype": "float32",
         "max_num_seqs": 1,
+        "tensor_parallel": 1,
         "sampling": {"temperature": 0.0},
         "max_new_tokens": max_tokens,
         "stop_tokens": [],
