@@ -42,6 +42,7 @@ def main() -> None:
         holdout=0,
         template_kwargs={},
         template_date="2024-07-26",
+        roles={},
         template="chat",
         preview=0,
         seed=0,

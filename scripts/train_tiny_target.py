@@ -99,6 +99,7 @@ def read(path: str, seed: int) -> list[Conversation]:
         template="chat",
         template_kwargs={},
         template_date="2024-07-26",
+        roles={},
         preview=0,
         seed=seed,
         path=path,

@@ -107,6 +107,8 @@ def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
         live = min(LIVE_LAYERS, shape.num_layers) if ranks > 1 else 0
         found["gathered"] = live * ((target_bytes - table) / shape.num_layers)
         found["readout"] = table if ranks > 1 else 0.0
+    if job.chip.is_cpu and load.width < 4:  # losses multiply by a float32 copy of the head
+        found["readout"] += 4.0 * shape.table_parameters
     step = parts.step(load.checkpointing)
     found |= training_bytes(parts, sharding, ranks, load.low, load.averaged)
     if job.muon and sharding.stage is None:  # DeepSpeed has AdamW alone

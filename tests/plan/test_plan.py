@@ -415,7 +415,9 @@ def test_what_an_engine_holds_between_steps_is_as_planned(name: str, low: bool) 
     counted = training_bytes(step.parts, sharding, 1, low)
     kept = ["weights", "masters", "moments"]
     kept += ["gradients", "buckets"] if sharding.stage == 3 else []
-    assert held == pytest.approx(sum(counted[key] for key in kept), rel=0.02)
+    # On a CPU the losses keep a float32 copy of a head of half precision.
+    head = 4 * step.features.readout.head.numel() if low else 0
+    assert held == pytest.approx(head + sum(counted[key] for key in kept), rel=0.02)
 
 
 # --- what follows
