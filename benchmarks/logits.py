@@ -38,9 +38,9 @@ from defaults import longer, validation  # noqa: E402
 from side_by_side import run  # noqa: E402
 from train import Form, NoChance  # noqa: E402
 
+import drafttrain.core.ops.chunked_losses as chunked  # noqa: E402
 from drafttrain.config.groups import content_of  # noqa: E402
 from drafttrain.core.losses import TokenLossConfig  # noqa: E402
-from drafttrain.core.ops import chunked_losses as chunked  # noqa: E402
 from drafttrain.core.ops.chunked_losses import OutputHead, TargetProbs  # noqa: E402
 from drafttrain.core.placed_batch import placed  # noqa: E402
 from drafttrain.core.readout import Readout  # noqa: E402
