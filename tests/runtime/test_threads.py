@@ -47,7 +47,7 @@ from drafttrain.config.sections import COMMANDS
 from drafttrain.runtime import hardware
 from drafttrain.runtime.hardware import choose_device
 hardware.num_cores = lambda: 2
-if {told}:
+if {set_up}:
     config = typed(compose("plan", ["hardware=cpu", "hardware.threads=2"]), COMMANDS["plan"])
     choose_device(config.hardware)
 torch.set_num_threads(2)
@@ -63,5 +63,8 @@ print(spent)
 
 
 def test_where_torch_came_first_its_threads_sleep_soon_too() -> None:
-    assert float(output(SPINNING.format(told=False))) > 0.1, "they spin for milliseconds"
-    assert float(output(SPINNING.format(told=True))) < 0.05
+    # On a busy machine a thread that spins gets no core, so that it takes no time that we can see.
+    spins = any(float(output(SPINNING.format(set_up=False))) > 0.1 for _ in range(5))
+    assert float(output(SPINNING.format(set_up=True))) < 0.05
+    if not spins:
+        pytest.skip("no thread could be seen spinning here without `choose_device`")
