@@ -214,7 +214,8 @@ def test_under_torchrun_the_error_of_one_rank_is_said_once_too(place: Path) -> N
     assert done.returncode == 1
     assert once("KeyError", done.stderr), done.stderr
     assert once("(?m)^error: ", done.stderr)
-    assert once("a library talks", done.stdout), done.stdout
+    # The first rank builds the drafter twice: on the meta device for the plan, and then for training.
+    assert len(re.findall("a library talks", done.stdout)) == 2, done.stdout
 
 
 def test_a_terminal_shows_one_bar_and_ctrl_c_is_said_once(place: Path) -> None:
