@@ -17,10 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drafttrain.config.groups import (
-    BEFORE,
     choices,
     command_groups,
-    complete,
     conf_dir,
     content_of,
     keys_of,
@@ -28,6 +26,7 @@ from drafttrain.config.groups import (
     own_dir,
     own_file,
     own_groups,
+    saved_section,
 )
 from drafttrain.config.overrides import (
     ADMITTED,
@@ -146,7 +145,7 @@ def _chosen(
         resumed = run_to_resume(parsed, lambda texts: revealed(compose(command, texts).run.dir))
         start = start_of(parsed) if resumed is None else None
     if resumed is not None:
-        restored = [group for group in groups if group in resumed or group in BEFORE]
+        restored = [group for group in groups if group in resumed]
         offer_saved(resumed, restored, sections)
         parsed = with_saved(parsed, resumed, restored)
         groups |= {group: SAVED for group in restored}
@@ -165,7 +164,7 @@ def _chosen(
     run = [override.value() for override in parsed if override.key_or_group == "plan.run"]
     if run and run[-1] is not None:
         saved_run = load_config(_folder(run[-1]))
-        theirs = [name for name in sections if name in groups and name in {**saved_run, **BEFORE}]
+        theirs = [name for name in sections if name in groups and name in saved_run]
         offer_saved(saved_run, theirs, sections)
         chosen_here = {override.key_or_group for override in parsed}
         usual = [f"{group}={SAVED}" for group in theirs if group not in chosen_here]
@@ -251,13 +250,10 @@ def load_choice(section: str, name: str) -> Any:
 
 
 def recorded(folder: Path, schema: type[Config], key: str) -> Config:
-    """Return a run's configuration, with the keys that its choices have gained since.
-
-    key: the setting that names the folder, for messages.
-    """
+    """Return a run's configuration; key: the setting that names the folder, for messages."""
     saved = load_config(folder, key)
     names = [field.name for field in fields(cast(Any, schema))]
-    return _typed({name: complete(name, saved) for name in names}, schema)
+    return _typed({name: saved_section(name, saved) for name in names}, schema)
 
 
 def _composed(head: str, chosen: list[Override], values: list[Override]) -> DictConfig:

@@ -73,7 +73,7 @@ def resumed(
     now = {"metric": metric, "yardstick": yardstick, "dtype": dtype_name(engine.dtype)}
     fresh = TrainState(0, 0, batches.state_dict(), None, spec.fingerprint, now)
     state = checkpoints.resume(engine) or fresh
-    before = now | {"metric": METRIC} | state.extra  # an older checkpoint tells less
+    before = {key: state.extra.get(key) for key in now}
     if before["metric"] != metric:
         raise ValueError(
             f"a resumed run must be validated as before, by {before['metric']}, got {metric}: set "
@@ -153,7 +153,7 @@ def train(
                     # Of two that the prompts cannot tell apart, the one trained longer is better.
                     # The highest is kept too, or a slow decline would pass for no difference.
                     best = state.best_metric
-                    highest = None if best is None else state.extra.get("highest", best)
+                    highest = None if best is None else state.extra.get("highest")
                     improved = highest is None or now >= highest - error
                     # A finished run that is resumed measures its best weights again.
                     if improved and best is not None and state.step == saved:
@@ -291,7 +291,7 @@ class MeterState:
     loss_tokens: Count
     tokens: Count
     busy_s: float
-    wait_s: float = 0.0  # older checkpoints lack it
+    wait_s: float
 
 
 class Meter:

@@ -61,7 +61,6 @@ class Validation:
         # Acceptance lengths compare only where all of these are the same. Definition 1 counted a
         # bonus token for drafts that the end of the text cut.
         self.yardstick = {"depth": self.depth, "prompts": num_prompts, "tokens": max_new_tokens}
-        self.yardstick["definition"] = 2
         self.texts = list(held_out)[:num_prompts]
         self._loss_before: float | None = None
         self.rows: list[tuple[int, Counters]] = []
