@@ -20,7 +20,7 @@ STEPS=("${@:2}")
 PYTHON=${PYTHON:-python}
 PROCESSES=${PROCESSES:-16}
 # Those that take longest first.
-FAMILIES=${FAMILIES:-dflash2 dspark dflash medusa2 p_eagle eagle3 eagle3_1 hass hydra_pp mtp redrafter eagle
+FAMILIES=${FAMILIES:-dflash2 dspark dflash p_eagle eagle3 eagle3_1 hass hydra_pp mtp redrafter eagle
     early_exit mlp_speculator hydra_heads small_lm medusa}
 SEEDS=${SEEDS:-0 1 2}
 TIMED=${TIMED:-eagle eagle3 medusa}

@@ -245,14 +245,14 @@ def losslessness(setup: Setup) -> tuple[LosslessCheck, Certificate | None]:
     the target's distribution must accompany its numbers.
     """
     parts, config = setup.parts, setup.settings
-    rule, exact, tuned = config.acceptance_rule, parts.exact, parts.drafter.changes_target
+    rule, exact = config.acceptance_rule, parts.exact
     name = describe_rule(config.sampling, rule, config.shape)
     lossless = is_lossless(rule, config.sampling)
     some, of_tasks = spread(setup.prompts, config.lossless_prompts), config.of_tasks
     chosen = [(prompt.id, first_turn(prompt, exact, setup.template)) for prompt in some]
     own = {prompt.id: of_tasks[prompt.task] for prompt in some if prompt.task in of_tasks}
     if not chosen:
-        return LosslessCheck(name, lossless, "not checked", 0, 0, [], "", tuned), None
+        return LosslessCheck(name, lossless, "not checked", 0, 0, [], ""), None
     dtype, total, section = dtype_name(exact.dtype), len(chosen), None
     if config.certify or config.lossy:
         narrow = None if exact is parts.target else (parts.target, parts.timed_drafter)
@@ -265,4 +265,4 @@ def losslessness(setup: Setup) -> tuple[LosslessCheck, Certificate | None]:
         with progress("losslessness", 2 * total) as tick:
             greedy = greedy_check(exact, parts.drafter, chosen, config, own, tick)
     same, differing = total - len(greedy.divergences), greedy.divergences
-    return LosslessCheck(name, lossless, dtype, same, total, differing, "", tuned), section
+    return LosslessCheck(name, lossless, dtype, same, total, differing, ""), section

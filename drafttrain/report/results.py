@@ -336,7 +336,6 @@ class LosslessCheck:
     greedy_total: Count
     divergences: list[Divergence]
     statement: str  # empty until a report words it
-    tuned: bool = False  # whether the target is one that training changed, not the model given
 
     @property
     def identical(self) -> bool:

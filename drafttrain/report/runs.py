@@ -125,9 +125,8 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
     references: dict[tuple[str, ...], list[RunReport]] = {}
     for run in runs:
         check = run.report.lossless
-        tuned_by = f"target tuned by {run.name}" if check.tuned else ""
         shape = run.report.tree or f"depth {run.report.depth}"
-        how = (shape, f"rule {check.rule}", tuned_by)
+        how = (shape, f"rule {check.rule}")
         for drafter in run.measured:
             if drafter != run.report.drafter:
                 references.setdefault((drafter, *how), []).append(run)

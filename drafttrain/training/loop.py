@@ -183,13 +183,10 @@ def train(
             group = batches.next_group()
             meter.wait_s += time.monotonic() - asked
             lr = config.lr_at(state.step)
-            done = state.step / config.max_steps
             chance = StepChance(seed, state.step)
             seed_generators(seed, state.step, engine.rank)
             try:
-                grad_norm = optimizer_step(
-                    engine, target, group, chance, lr, meter, agreement, done
-                )
+                grad_norm = optimizer_step(engine, target, group, chance, lr, meter, agreement)
             except NonFiniteError as error:
                 tracker.log(state.step + 1, {LOSS: math.nan, "train/lr": lr})
                 raise NonFiniteError(
@@ -219,12 +216,8 @@ def optimizer_step(
     lr: float,
     meter: "Meter",
     agreement: "StopVote",
-    done: float = 0.0,
 ) -> float:
-    """Accumulate the micro batches of one step and take the step; return the gradient's norm.
-
-    done: the share of the steps that are taken.
-    """
+    """Accumulate the micro batches of one step and take the step; return the gradient's norm."""
     drafter = engine.module
     assert isinstance(drafter, Drafter)
     batches = [placed(batch, engine.device) for batch in group.batches]
@@ -247,7 +240,7 @@ def optimizer_step(
             meter.add(name, term)
     meter.steps(loss_tokens, group.tokens)
     agreement.ask()
-    return engine.step(lr, drafter.rates(done))
+    return engine.step(lr)
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:

@@ -141,7 +141,7 @@ FAMILIES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "adm
 DRAFTERS = FAMILIES + [name for name in SETTINGS if "/" in name and name.split("/")[0] in FAMILIES]
 
 
-SEED_OF = {"early_exit": 8, "eagle3_1": 4, "hydra_heads": 5, "medusa2": 4, "p_eagle": 4}
+SEED_OF = {"early_exit": 8, "eagle3_1": 4, "hydra_heads": 5, "p_eagle": 4}
 SEED_OF |= {"redrafter": 6}
 
 

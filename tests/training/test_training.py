@@ -112,8 +112,6 @@ def start(
     torch.manual_seed(0)
     samples = random_samples()
     drafter = build(name, target.spec, **DRAWN.get(name, {}))
-    if drafter.changes_target:
-        drafter.initialise(target.model, target.tokenizer)
     drafter.prepare(token_counts(samples, target.spec.vocab_size), target.readout)
     engine = build_engine(
         drafter,
@@ -124,7 +122,6 @@ def start(
         eps=1e-8,
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
-        parts=drafter.rates(0.0),
     )
     checkpoints = Checkpoints(folder / "checkpoints", config.keep_checkpoints)
     latest = checkpoints.latest()
@@ -177,35 +174,6 @@ def test_a_resumed_run_ends_bitwise_where_an_uninterrupted_one_does(
     assert recorded(tmp_path / "broken") == losses
     for key in ("train/lr", "train/grad_norm", "train/tokens"):
         assert recorded(tmp_path / "broken", key) == recorded(tmp_path / "whole", key)
-
-
-def test_rates_follow_the_share_of_the_steps_that_are_taken(target: Target, tmp_path: Path) -> None:
-    """Of a drafter that leaves the target as it is for the first fifth: 2 of 10 steps, and one."""
-    config = trainer(max_steps=10, save_every=3, validate_every=4)
-    with pytest.raises(KeyboardInterrupt):
-        start("medusa2", target, tmp_path, config, interrupt)
-    saved = load_weights(tmp_path / "checkpoints" / "step-000003")
-    changing = {name for name in saved if "lora_B" in name}
-    assert changing
-    assert not any(saved[name].any() for name in changing)
-    done = start("medusa2", target, tmp_path, config, constant).module.state_dict()
-    assert all(done[name].any() for name in changing)
-
-
-def test_validation_decodes_with_the_target_that_training_changed(
-    target: Target, tmp_path: Path
-) -> None:
-    """And leaves it as it was: the loss before is the same in each."""
-    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
-    start("medusa2", target, tmp_path, trainer(max_steps=6, validate_every=3, lr=5e-2))
-    given = recorded(tmp_path, "val/target_loss_before")
-    tuned = recorded(tmp_path, "val/target_loss")
-    assert given[0][1] == given[1][1]
-    assert tuned[0][1] != tuned[1][1] != given[1][1]
-    after = target.model.state_dict()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    start("medusa", target, tmp_path / "other", trainer(max_steps=2))
-    assert not recorded(tmp_path / "other", "val/target_loss")
 
 
 def test_a_finished_run_resumed_trains_no_further(target: Target, tmp_path: Path) -> None:

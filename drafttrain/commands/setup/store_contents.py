@@ -45,11 +45,6 @@ def refuse_without_store(drafter: Drafter) -> None:
             f"drafter={drafter.config.name} has nothing to train, so no features to store; choose "
             "another drafter"
         )
-    if drafter.changes_target:
-        raise ValueError(
-            f"drafter={drafter.config.name} changes the target while it trains, and stored "
-            "features are of the target as it was; use features=online"
-        )
     if drafter.text_source is not None:
         raise ValueError(
             f"drafter={drafter.config.name} trains on text of its own, for which no store "

@@ -399,31 +399,9 @@ def _joined(config: JoinedConfig, model: ModelConfig) -> GivenDrafter:
     return GivenDrafter(drafter, None, origin, tuple(lines), members=tuple(given))
 
 
-def change_target(target: Target, given: GivenDrafter) -> None:
-    """Give the target the weights that a drafter was trained with, if training changed them.
-
-    ValueError where another drafter changed them before.
-    """
-    drafter = given.drafter
-    if not drafter.changes_target or target.changed_by == given.origin:
-        return
-    if target.changed_by:
-        raise ValueError(
-            f"the target's weights are those that {target.changed_by} was trained with, and "
-            f"{given.origin} needs its own: load the target again for it"
-        )
-    target.change(drafter.target_changes())
-    target.changed_by = given.origin
-
-
 def check_members(given: GivenDrafter, spec: TargetSpec) -> None:
     """Raise ValueError where a member is known to draft for other weights than the target's."""
     for each in given.members:
-        if each.drafter.changes_target:
-            raise ValueError(
-                "drafter.members must draft for the target as it is, got "
-                f"{each.drafter.config.name}, which changes it"
-            )
         if each.fingerprint not in (None, spec.fingerprint):
             raise ValueError(
                 f"drafter.members must be trained on {spec.name}, got {each.origin}: "
@@ -470,19 +448,15 @@ def changed_target(
 def check_sibling(given: GivenDrafter, spec: TargetSpec) -> None:
     """Refuse a run's drafter for a target that is not shaped as the one that it was trained on.
 
-    A fine-tune of that target will do, unless training changed the target's weights as well.
+    A fine-tune of that target will do.
     """
-    drafter, before = given.drafter, given.drafter.spec
+    before = given.drafter.spec
     if given.fingerprint == spec.fingerprint or given.checkpoint is None:
         return
     for key in ("vocab_size", "hidden_size", "num_layers"):
         was, now = getattr(before, key), getattr(spec, key)
         need = f"have {key}={was} as {given.trained_for}, for which {given.checkpoint} was trained"
         require(was == now, "model", need, now)
-    need = f"be {given.trained_for}, whose weights {given.checkpoint} was trained together with"
-    got = f"{spec.name}: {changed_part(before.fingerprint, spec.fingerprint)}"
-    remedy = f"; adapt the drafter by train run.init_from={given.checkpoint.parent.parent}"
-    require(not drafter.changes_target, "model", need, got, remedy)
 
 
 def check_fingerprint(checkpoint: Path, trained_on: str, spec: TargetSpec) -> None:

@@ -26,7 +26,6 @@ from drafttrain.formats.write.rounding import Rounding, read_back
 from drafttrain.formats.write.serving import EngineCommands, layout_to_write, serving
 from drafttrain.formats.write.stitch import add_to_target, config_within
 from drafttrain.report.card import CardData, model_card
-from drafttrain.report.phrases import sentence, tuned_statement
 from drafttrain.runtime.hardware import TORCH_DTYPES
 
 
@@ -118,8 +117,6 @@ def export_drafter(
     if derived is not None:
         settings, tensors = derived.write(native, tensors, spec, target, depth)
     notes = [*told.notes, *precision.notes]
-    if drafter.changes_target:
-        notes.append(sentence(tuned_statement(name)))
     count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     of_target = None
     if layout is not None and (layout.within_target or config.converter is not None):
