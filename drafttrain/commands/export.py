@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from drafttrain.commands.setup.evaluation import NO_DEPTH_PAYS, chosen_by_tune
-from drafttrain.commands.setup.own_layouts import own_layouts
 from drafttrain.commands.setup.plan import spread_to_serve
 from drafttrain.commands.setup.target_and_drafter import (
     expected_spec,
     load_drafter,
     load_target_to_decode,
+    own_layouts,
     recorded_spec,
     scaling_lines,
 )

@@ -32,7 +32,6 @@ from drafttrain.report.pages import write_report as write_files
 from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.phrases import cell, rule_statement, speed
 from drafttrain.report.plots import batch_figure, bounds, report_figures
-from drafttrain.report.repetition import repeats
 from drafttrain.report.results import (
     PLAIN,
     Check,
@@ -44,7 +43,7 @@ from drafttrain.report.results import (
 )
 from drafttrain.report.tables import summary_table as summary_of
 from drafttrain.report.terminal import rich_table
-from drafttrain.report.totals import collect
+from drafttrain.report.totals import collect, repeats
 from drafttrain.report.write import as_data, as_json
 from drafttrain.runtime.untrusted_input import typed
 

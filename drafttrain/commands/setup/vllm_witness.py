@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from drafttrain.commands.setup.own_layouts import own_layouts
+from drafttrain.commands.setup.target_and_drafter import own_layouts
 from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import EvaluateConfig
 from drafttrain.core.types import PromptResult

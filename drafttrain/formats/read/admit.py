@@ -1,5 +1,6 @@
 """Load a drafter that others trained so that it drafts as in training, or list why it cannot."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +13,14 @@ from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.serving.layout import Reading, ServedLayout, Unfit
 from drafttrain.drafters.shared.model_source import in_drafters_words
+from drafttrain.drafters.shared.vocabularies import tokens_by_id
 from drafttrain.formats.eight_bits import KEY, PlainView
 from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.read.recognise import Recognised, recognise
-from drafttrain.formats.read.tokens import compare_tokenizers
 from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained import files, hub
 
+SHOWN_TOKENS = 3  # that differ between two tokenizers
 REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # of the Hub: owner/name
 SHOWN = 5  # tensors named per kind of complaint
 
@@ -207,3 +209,33 @@ def _origin(config: dict[str, Any]) -> list[str]:
     named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     named = named or config.get("base_model_name_or_path")
     return [f"its config.json says that it was trained for {shown(named)}"] if named else []
+
+
+def compare_tokenizers(folder: Path, tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Return (complaints, notes): where the tokenizer that a directory ships differs.
+
+    Ids that only one of them has do not count: a fine-tune adds tokens at free ids.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        if any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+            return [], ["its tokenizer was not compared: it comes without tokenizer.json"]
+        return [], []
+    from tokenizers import Tokenizer
+
+    try:
+        theirs = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
+        return [f"tokenizer.json cannot be read ({shown(error)})"], []
+    mine = tokens_by_id(tokenizer)
+    differing = sorted(
+        (index, token) for token, index in theirs.items() if mine.get(index, token) != token
+    )
+    if not differing:
+        return [], []
+    first = ", ".join(
+        f"id {index} is {json.dumps(token)} to the drafter and {json.dumps(mine[index])} to the "
+        "target"
+        for index, token in differing[:SHOWN_TOKENS]
+    )
+    return [f"its tokenizer differs in {len(differing):,} tokens: {first}"], []
