@@ -128,10 +128,8 @@ def progress(description: str, total: int, done: int = 0, show: bool = True) -> 
                 return
             last = now
             times = f"{_duration(task.elapsed)} left {_duration(task.time_remaining)}"
-            print(
-                escaped(f"{description} {task.completed:g}/{total} {times} {note}".rstrip()),
-                flush=True,
-            )
+            text = f"{description} {int(task.completed)}/{total} {times} {note}"
+            print(escaped(text.rstrip()), flush=True)
 
         yield tick
 
