@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from drafttrain.__main__ import main
 from drafttrain.commands.setup.target_and_drafter import own_layouts
 from drafttrain.config.groups import own_choices
+from drafttrain.formats.read.admit import recognise
 from drafttrain.formats.read.folder import open_folder
-from drafttrain.formats.read.recognise import recognise
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
 

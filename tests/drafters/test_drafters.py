@@ -26,8 +26,13 @@ from drafttrain.decode.autoregressive import autoregressive_decode, autoregressi
 from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.decode.verify import Lenience
-from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState, TrainingChance
-from drafttrain.drafters.shared.members import JoinedConfig
+from drafttrain.drafters.base import (
+    Drafter,
+    DrafterConfig,
+    DraftState,
+    JoinedConfig,
+    TrainingChance,
+)
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.store.shards import kept_positions
 

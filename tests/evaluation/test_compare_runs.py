@@ -31,13 +31,13 @@ from drafttrain.report.build import certified
 from drafttrain.report.comparison import Comparison
 from drafttrain.report.config import CompareSettings
 from drafttrain.report.definitions import COMPARED, DEFINITIONS
-from drafttrain.report.html import html as page_of
 from drafttrain.report.markdown import markdown as text_of
 from drafttrain.report.phrases import cell
 from drafttrain.report.plots import comparison_figures
 from drafttrain.report.results import Change, Check, Estimate, LosslessCheck, TimingInfo
-from drafttrain.report.terminal import rich_table
+from drafttrain.report.tables import rich_table
 from drafttrain.report.write import as_data, as_json
+from drafttrain.report.write import html as page_of
 from drafttrain.runtime.run_folder import write_config
 from drafttrain.runtime.untrusted_input import typed as read_as
 from drafttrain.training.checkpoint import WEIGHTS_FILE, TrainState, _write_state

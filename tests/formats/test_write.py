@@ -25,8 +25,7 @@ from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.export import Exported, check, export_drafter
-from drafttrain.formats.write.precision import Precision
-from drafttrain.formats.write.rounding import read_back
+from drafttrain.formats.write.precision import Precision, read_back
 from drafttrain.report.build import build_report
 from drafttrain.report.card import CardData, model_card, read_run, served_as
 from drafttrain.report.config import VerdictSettings

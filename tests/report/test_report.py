@@ -24,7 +24,6 @@ from drafttrain.report.bootstrap import Resampling, interval
 from drafttrain.report.build import build_report, certified, sweep_point
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.document import Listing
-from drafttrain.report.html import html as page_of
 from drafttrain.report.markdown import markdown as text_of
 from drafttrain.report.metrics import ACCEPTANCE_LENGTH
 from drafttrain.report.pages import report_document
@@ -41,10 +40,11 @@ from drafttrain.report.results import (
     Report,
     TimingInfo,
 )
+from drafttrain.report.tables import rich_table
 from drafttrain.report.tables import summary_table as summary_of
-from drafttrain.report.terminal import rich_table
 from drafttrain.report.totals import collect, repeats
 from drafttrain.report.write import as_data, as_json
+from drafttrain.report.write import html as page_of
 from drafttrain.runtime.untrusted_input import typed
 
 RESAMPLING = Resampling(resamples=2000, seed=0)

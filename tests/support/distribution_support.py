@@ -30,8 +30,7 @@ from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.decode.policy import Policy
 from drafttrain.decode.verify import LOSSLESS, Rule
-from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.shared.members import JoinedConfig
+from drafttrain.drafters.base import Drafter, JoinedConfig
 from drafttrain.target.describe import describe
 from drafttrain.target.model import Target
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from drafttrain.config.groups import WITHHELD, choices, content_of, saved_section
 from drafttrain.config.values import build, class_of
-from drafttrain.drafters.base import DrafterConfig
-from drafttrain.drafters.shared.members import JoinedConfig
+from drafttrain.drafters.base import DrafterConfig, JoinedConfig
 from drafttrain.formats.read.admit import AdmittedConfig
 from drafttrain.runtime.run_folder import CONFIG, load_config
 from drafttrain.runtime.untrusted_input import shown

@@ -22,10 +22,9 @@ from drafttrain.data.chat import encode, within_limits
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import template_fingerprint
-from drafttrain.drafters.base import Drafter, DrafterConfig
+from drafttrain.drafters.base import Drafter, DrafterConfig, JoinedConfig
 from drafttrain.drafters.serving.known import LAYOUTS
 from drafttrain.drafters.serving.layout import ServedLayout
-from drafttrain.drafters.shared.members import JoinedConfig
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.report.phrases import memory
 from drafttrain.runtime.config import HardwareConfig
