@@ -122,14 +122,20 @@ def saved_section(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any
     """
     section = dict(saved.get(group, {}))
     section.pop("defaults", None)  # Hydra would obey it
-    today = content_of(group, str(section.get("name"))) if section else {}
-    if missing := sorted(today.keys() - section.keys() - {"defaults"}):
+    name = str(section.get("name"))  # perhaps that of a folder, which a choice may have too
+    today = content_of(group, name)
+    missing = sorted(today.keys() - section.keys() - {"defaults", "_target_"})
+    if missing and _last(section) == _last({"_target_": SECTIONS[group], **today}):
         raise UsageError(
-            f"the config.yaml of a run must have {group}.{missing[0]}, but another version of "
-            "drafttrain wrote it; train the run again"
+            f"the config.yaml of a run must have {group}.{missing[0]}, as {group}={name} has, but "
+            "another version wrote it; add the key with the value of that time, or train again"
         )
     # The folder may come from anyone: the user must allow its code anew for each command.
     return section | {key: value for key, value in WITHHELD.items() if key in section}
+
+
+def _last(section: dict[str, Any]) -> str:
+    return str(section.get("_target_")).rpartition(".")[2]
 
 
 def content_of(group: str, name: str | None) -> dict[str, Any]:

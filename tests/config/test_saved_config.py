@@ -98,12 +98,14 @@ def test_a_run_of_another_version_is_refused_in_one_line(
     (theirs / "config.yaml").write_text(yaml.safe_dump(whole))
     assert main(told.split()) == 2
     said = capsys.readouterr().err
-    assert f"a run must have {section}.{missing}, but another version of drafttrain wrote" in said
+    assert f"the config.yaml of a run must have {section}.{missing}, as {section}=" in said
     assert said.count("\n") == 1
-    del whole[section]
-    (theirs / "config.yaml").write_text(yaml.safe_dump(whole))
-    assert main(told.split()) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_folder_may_be_called_as_a_choice_of_another_class(theirs: Path) -> None:
+    """Such as that of a target, by which model.path=DIR names it."""
+    change(theirs, model={"name": "random"})
+    assert recorded(theirs, TrainConfig, "run.init_from").model.name == "random"
 
 
 @pytest.mark.parametrize("command", ["evaluate", "tune", "export"])
