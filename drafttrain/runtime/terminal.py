@@ -118,7 +118,8 @@ def progress(description: str, total: int, done: int = 0, show: bool = True) -> 
     )
     last = time.monotonic()
     with bar:
-        task = bar.tasks[bar.add_task(description, total=total, completed=done, note="")]
+        bar.add_task(description, total=total, completed=done, note="")
+        (task,) = bar.tasks
 
         def tick(advance: int = 1, note: str = "") -> None:
             nonlocal last
