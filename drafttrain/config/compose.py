@@ -145,10 +145,9 @@ def _chosen(
         resumed = run_to_resume(parsed, lambda texts: revealed(compose(command, texts).run.dir))
         start = start_of(parsed) if resumed is None else None
     if resumed is not None:
-        restored = [group for group in groups if group in resumed]
-        offer_saved(resumed, restored, sections)
-        parsed = with_saved(parsed, resumed, restored)
-        groups |= {group: SAVED for group in restored}
+        offer_saved(resumed, [*groups], sections)
+        parsed = with_saved(parsed, resumed, groups)
+        groups = dict.fromkeys(groups, SAVED)
     if start is not None:
         offered = STARTED_FROM if os.path.isfile(start / CONFIG) else ()
         if offered:

@@ -122,13 +122,16 @@ def saved_section(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any
     """
     section = dict(saved.get(group, {}))
     section.pop("defaults", None)  # Hydra would obey it
-    name = str(section.get("name"))  # perhaps that of a folder, which a choice may have too
-    today = content_of(group, name)
+    today = content_of(group, str(section.get("name")))
+    if group == "run":  # a section without choices
+        today = content_of("", "train")["run"]
+    # A folder that `name` is taken from may be called as a choice of another class.
+    alike = _last(section) == _last({"_target_": SECTIONS[group], **today})
     missing = sorted(today.keys() - section.keys() - {"defaults", "_target_"})
-    if missing and _last(section) == _last({"_target_": SECTIONS[group], **today}):
+    if missing and (alike or group == "run"):
         raise UsageError(
-            f"the config.yaml of a run must have {group}.{missing[0]}, as {group}={name} has, but "
-            "another version wrote it; add the key with the value of that time, or train again"
+            f"the config.yaml of a run must have {group}.{missing[0]}, but another version wrote "
+            "it; add the key with the value of that time, or train again"
         )
     # The folder may come from anyone: the user must allow its code anew for each command.
     return section | {key: value for key, value in WITHHELD.items() if key in section}

@@ -124,8 +124,6 @@ def differences(config: Any, saved: Saved) -> list[Difference]:
     found: list[Difference] = []
     for field in fields(config):
         section = getattr(config, field.name)
-        if field.name not in saved:
-            continue
         before = saved_section(field.name, saved)
         kind = str(before.get("_target_", "")).rpartition(".")[2]
         if kind and kind != type(section).__name__:

@@ -98,8 +98,21 @@ def test_a_run_of_another_version_is_refused_in_one_line(
     (theirs / "config.yaml").write_text(yaml.safe_dump(whole))
     assert main(told.split()) == 2
     said = capsys.readouterr().err
-    assert f"the config.yaml of a run must have {section}.{missing}, as {section}=" in said
+    assert f"a run must have {section}.{missing}, but another version wrote it; add" in said
     assert said.count("\n") == 1
+
+
+def test_a_run_without_one_of_its_sections_is_not_resumed(
+    theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = yaml.safe_load((theirs / "config.yaml").read_text())
+    del whole["optimizer"]  # else another optimizer would take its steps from here on
+    (theirs / "config.yaml").write_text(yaml.safe_dump(whole))
+    assert main(["train", "run.resume=true", f"run.dir={theirs}"]) == 2
+    assert capsys.readouterr().err == "error: the config.yaml of run.dir has no section optimizer\n"
+    del whole["run"]["init_from"]
+    (theirs / "config.yaml").write_text(yaml.safe_dump(whole))
+    assert main(["train", "run.resume=true", f"run.dir={theirs}"]) == 2
 
 
 def test_a_folder_may_be_called_as_a_choice_of_another_class(theirs: Path) -> None:
