@@ -20,7 +20,7 @@ STEPS=("${@:2}")
 PYTHON=${PYTHON:-python}
 PROCESSES=${PROCESSES:-16}
 # Those that take longest first.
-FAMILIES=${FAMILIES:-dflash2 dspark dflash medusa2 p_eagle eagle3 eagle3_1 hass hydra_pp mtp redrafter eagle
+FAMILIES=${FAMILIES:-dflash2 dspark dflash p_eagle eagle3 eagle3_1 hass hydra_pp mtp redrafter eagle
     early_exit mlp_speculator hydra_heads small_lm medusa}
 SEEDS=${SEEDS:-0 1 2}
 TIMED=${TIMED:-eagle eagle3 medusa}
@@ -52,7 +52,7 @@ families() {
     local seed family checked=4
     for seed in $SEEDS; do
         for family in $FAMILIES; do
-            echo "$family-$seed: train +experiment=equal_tokens run.name=$family-$seed" \
+            echo "$family-$seed: train --config-dir=benchmarks/conf +experiment=equal_tokens run.name=$family-$seed" \
                 "run.dir=$OUT/$family-$seed run.seed=$seed drafter=$family data.batch_size=1024" \
                 "data.cache_dir=$OUT/selfgen trainer.validation_prompts=2 ${MORE:-} &&" \
                 "evaluate run.dir=$OUT/$family-$seed eval.batch_size=10 eval.blocks=1" \

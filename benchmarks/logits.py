@@ -50,6 +50,7 @@ VARIANTS = ("rounded", "float32")
 NOISES = (0.02, 0.05, 0.15, 0.5)  # how far the drafter's states are from the target's
 COMPARED = ("soft_cross_entropy", "forward_kl", "total_variation")
 DEFAULTS = {"jsd_beta": 0.5, "lk_eta": 3.0, "top_k": 10}
+CONF = HERE / "conf"  # of the experiments
 BF16 = "hardware.train_dtype=bfloat16 hardware.ranks=1 hardware.threads=1"
 
 
@@ -192,7 +193,8 @@ def acceptance(options: argparse.Namespace) -> list[dict[str, Any]]:
                 lines.append(
                     (
                         variant,
-                        f"{name}: train +experiment=equal_tokens run.name={name} "
+                        f"{name}: train --config-dir={CONF} +experiment=equal_tokens "
+                        f"run.name={name} "
                         f"run.dir={out / name} run.seed={seed} drafter={family} "
                         f"data.batch_size=1024 data.cache_dir={out / 'selfgen'} "
                         f"trainer.max_steps={options.steps} trainer.validate_every={options.steps} "

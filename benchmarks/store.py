@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from drafttrain.commands.setup.store_contents import asked_by
+from drafttrain.commands.capture import asked_by
 from drafttrain.commands.setup.target_and_drafter import shape_of
 from drafttrain.config.compose import load_choice
 from drafttrain.core.types import FeatureSource, Sample

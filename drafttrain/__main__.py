@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain import __version__
-from drafttrain.config.completion import answer
 from drafttrain.config.compose import check_choice, compose, defaults_of, printed, typed
 from drafttrain.config.groups import choices, command_groups, own_choices
 from drafttrain.config.overrides import UsageError
@@ -50,12 +49,9 @@ RESUMES = {
 }
 OPTIONS = (
     *("--help", "--config", "--cfg", "--info", "--config-dir", "--multirun", "--slurm"),
-    *("--shell-completion", "--version"),
+    "--version",
 )
-TAKES_A_VALUE = (
-    *("--local_rank", "--local-rank", "--cfg", "--info", "-sc", "--shell-completion"),
-    "--config-dir",
-)
+TAKES_A_VALUE = ("--local_rank", "--local-rank", "--cfg", "--info", "--config-dir")
 
 
 @dataclass
@@ -67,7 +63,6 @@ class Request:
     help: bool = False
     show_config: bool = False
     show_defaults: bool = False
-    completion: str | None = None
     multirun: bool = False
     version: bool = False
     slurm: str | None = None  # options of sbatch, KEY=VALUE,...
@@ -103,9 +98,6 @@ def _run(arguments: list[str], output: Output) -> int:
         settle()
         request = read(arguments)
         with own_choices(request.config_dir):
-            if request.completion is not None:
-                print(answer(request.completion, OPTIONS))
-                return 0
             if request.version or request.help or request.command is None:
                 print(__version__ if request.version else _help(request))
                 return 0
@@ -186,8 +178,6 @@ def read(arguments: Sequence[str]) -> Request:
                 raise UsageError(f"{name} must be {known}, got {shown(value) or 'nothing'}")
             request.show_config |= name == "--cfg"
             request.show_defaults |= name == "--info"
-        elif name in ("-sc", "--shell-completion"):
-            request.completion = value
         elif name in ("-m", "--multirun"):
             request.multirun = True
         elif name == "--version":

@@ -17,7 +17,7 @@ from drafttrain.report.card import read_run
 from drafttrain.report.phrases import number
 from drafttrain.report.plots import report_figures
 from drafttrain.report.results import Report, Table
-from drafttrain.report.terminal import rich_table
+from drafttrain.report.tables import rich_table
 from drafttrain.runtime.terminal import console
 
 # By the name of the evaluation; the one that matters comes first.

@@ -31,6 +31,7 @@ DOORS = {
     "tensorboard": {"runtime.tracker"},
     "wandb": {"runtime.tracker"},
     "datasets": {"data.files"},
+    "filelock": {"runtime.lock"},
     "huggingface_hub": {"target.pretrained.hub", "formats.write.hub", "formats.write.directory"},
     "matplotlib": {"report.plots"},
     "peft": {"drafters.shared.lora"},

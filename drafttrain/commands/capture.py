@@ -1,6 +1,7 @@
 """Features on the disk, for many runs and several drafters."""
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,6 @@ import torch
 
 from drafttrain import __version__
 from drafttrain.commands.setup.preview import preview
-from drafttrain.commands.setup.store_contents import asked_by
 from drafttrain.commands.setup.target_and_drafter import (
     check_engine,
     describe_target,
@@ -18,6 +18,7 @@ from drafttrain.commands.setup.target_and_drafter import (
     load_samples,
     read_samples,
     refuse_selfgen,
+    refuse_without_store,
     served_to,
     shape_of,
 )
@@ -25,6 +26,7 @@ from drafttrain.config.compose import load_choice
 from drafttrain.config.groups import follow_up, told_target
 from drafttrain.config.sections import CaptureConfig
 from drafttrain.data.template import template_fingerprint
+from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.hardware import choose_device, choose_train_dtype, dtype_name
 from drafttrain.runtime.ranks import Ranks, join_ranks
@@ -34,6 +36,7 @@ from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
 from drafttrain.target.served import ServedTarget
 from drafttrain.target.store.capture import capture as write_store
+from drafttrain.target.store.config import StoreConfig, StoreContents
 
 
 def capture(config: CaptureConfig) -> None:
@@ -113,3 +116,35 @@ def check_store_folder(folder: Path) -> None:
             f"store.dir must be a folder of its own, got {folder}, which holds a run; "
             "as in store.dir=outputs/store"
         )
+
+
+def asked_by(drafters: Sequence[Drafter], config: StoreConfig) -> StoreContents:
+    """Return what drafters read; ValueError names one that no store can serve."""
+    for drafter in drafters:
+        refuse_without_store(drafter)
+    layers = sorted({layer for drafter in drafters for layer in drafter.captures})
+    if config.layers is not None:
+        spec = drafters[0].spec
+        layers = sorted(set(config.layers))
+        wrong = [layer for layer in layers if not 0 <= layer <= spec.num_layers]
+        if wrong:
+            raise ValueError(
+                f"store.layers must be in 0..{spec.num_layers} for model={spec.name}, got {wrong}"
+            )
+    if not layers and not config.final_hidden:
+        raise ValueError(
+            "store.final_hidden must be true where no layer is captured, got false: nothing would "
+            "be stored"
+        )
+    if not config.assistant_only:
+        return StoreContents(tuple(layers), None)
+    reach = 1
+    for drafter in drafters:
+        if drafter.reach is None:
+            raise ValueError(
+                f"store.assistant_only must be false for drafter={drafter.config.name}, which "
+                "attends to the whole conversation, got true; it suits drafters that read single "
+                "positions (Drafter.reach)"
+            )
+        reach = max(reach, drafter.reach)
+    return StoreContents(tuple(layers), reach)

@@ -11,7 +11,7 @@ from drafttrain.report.comparison_pages import (
     pictures,
     write_comparison,
 )
-from drafttrain.report.terminal import rich_table
+from drafttrain.report.tables import rich_table
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.run_folder import provenance

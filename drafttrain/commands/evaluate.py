@@ -11,8 +11,7 @@ from drafttrain.evaluation.evaluate import Setup, evaluate_drafter
 from drafttrain.evaluation.record import SETTINGS, keep, settings_of
 from drafttrain.report.pages import REPORT_FILES, pictures, write_report
 from drafttrain.report.results import Report
-from drafttrain.report.tables import adaptation_table, summary_table, witness_table
-from drafttrain.report.terminal import rich_table
+from drafttrain.report.tables import adaptation_table, rich_table, summary_table, witness_table
 from drafttrain.runtime.run_folder import CONFIG, provenance
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import open_tracker, require_tracker

@@ -9,14 +9,12 @@ from pathlib import Path
 import torch
 
 from drafttrain.commands.setup.evaluation import NO_DEPTH_PAYS, chosen_by_tune
-from drafttrain.commands.setup.own_layouts import own_layouts
 from drafttrain.commands.setup.plan import spread_to_serve
 from drafttrain.commands.setup.target_and_drafter import (
-    GivenDrafter,
-    change_target,
     expected_spec,
     load_drafter,
     load_target_to_decode,
+    own_layouts,
     recorded_spec,
     scaling_lines,
 )
@@ -166,7 +164,6 @@ def _measured(config: ExportConfig, wanted: _ToExport, written_drafter: Drafter,
     trained_on, given = wanted.drafter.spec.fingerprint, target.spec.fingerprint
     same = "be the target that the drafter was trained on"
     require(trained_on in ("", given), "model", same, changed_part(trained_on, given))
-    change_target(target, GivenDrafter(wanted.drafter, None, wanted.drafter.config.name, ()))
     trained = copy.deepcopy(wanted.drafter)
     for drafter in (trained, written_drafter):
         drafter.attach(target.tokenizer)

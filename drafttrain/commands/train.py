@@ -19,8 +19,6 @@ from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.data.batches import Batches
 from drafttrain.data.conversations import HubConfig
 from drafttrain.data.prefetch import Prefetcher
-from drafttrain.report.curves import target_lines
-from drafttrain.report.phrases import tuned_statement
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.hardware import (
     TORCH_DTYPES,
@@ -44,7 +42,7 @@ from drafttrain.runtime.run_folder import (
 from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.tracker import METRICS_FILE, open_tracker, read_metrics, require_tracker
+from drafttrain.runtime.tracker import open_tracker, require_tracker
 from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.training.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
 from drafttrain.training.config import TrainerConfig
@@ -138,7 +136,6 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         optimizer=config.optimizer,
         vocab_sizes={drafter.spec.vocab_size, *([drafter.vocab.size] if drafter.vocab else [])},
         ema_decay=trainer.ema_decay,
-        parts=drafter.rates(0.0),
     )
     batches = Batches(
         material.samples,
@@ -221,11 +218,6 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     if best is not None:
         length = f"{metric} {load_state(best).best_metric:.3f}"
         say(f"best checkpoint: {best} ({length} at depth {validation.depth})")
-    if drafter.changes_target:
-        say(tuned_statement(drafter.config.name))
-        rows = read_metrics(folder / METRICS_FILE) if engine.is_main else []
-        for line in target_lines(rows, load_state(best).step if best else None):
-            say(line)
     say(f"next: {follow_up('evaluate', f'run.dir={folder}')}")
     if engine.is_main:
         append_log(folder, log_lines)

@@ -10,7 +10,7 @@ from drafttrain.evaluation.evaluate import Setup
 from drafttrain.evaluation.record import keep, settings_of
 from drafttrain.evaluation.tune import choose, tune_drafter
 from drafttrain.evaluation.tune_choice import TUNED, write_tuned
-from drafttrain.report.terminal import rich_table
+from drafttrain.report.tables import rich_table
 from drafttrain.report.tune import headline, tune_tables, write_tuning
 from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console

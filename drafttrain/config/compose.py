@@ -17,10 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drafttrain.config.groups import (
-    BEFORE,
     choices,
     command_groups,
-    complete,
     conf_dir,
     content_of,
     keys_of,
@@ -28,6 +26,7 @@ from drafttrain.config.groups import (
     own_dir,
     own_file,
     own_groups,
+    saved_section,
 )
 from drafttrain.config.overrides import (
     ADMITTED,
@@ -45,7 +44,7 @@ from drafttrain.config.overrides import (
 )
 from drafttrain.config.resume import Saved, run_to_resume, with_saved
 from drafttrain.config.sections import COMMANDS, Config
-from drafttrain.config.values import build, check_drafter, check_target
+from drafttrain.config.values import build, check_target
 from drafttrain.runtime.run_folder import CONFIG, call, load_config
 from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.untrusted_input import did_you_mean, shown
@@ -146,10 +145,9 @@ def _chosen(
         resumed = run_to_resume(parsed, lambda texts: revealed(compose(command, texts).run.dir))
         start = start_of(parsed) if resumed is None else None
     if resumed is not None:
-        restored = [group for group in groups if group in resumed or group in BEFORE]
-        offer_saved(resumed, restored, sections)
-        parsed = with_saved(parsed, resumed, restored)
-        groups |= {group: SAVED for group in restored}
+        offer_saved(resumed, [*groups], sections)
+        parsed = with_saved(parsed, resumed, groups)
+        groups = dict.fromkeys(groups, SAVED)
     if start is not None:
         offered = STARTED_FROM if os.path.isfile(start / CONFIG) else ()
         if offered:
@@ -165,7 +163,7 @@ def _chosen(
     run = [override.value() for override in parsed if override.key_or_group == "plan.run"]
     if run and run[-1] is not None:
         saved_run = load_config(_folder(run[-1]))
-        theirs = [name for name in sections if name in groups and name in {**saved_run, **BEFORE}]
+        theirs = [name for name in sections if name in groups and name in saved_run]
         offer_saved(saved_run, theirs, sections)
         chosen_here = {override.key_or_group for override in parsed}
         usual = [f"{group}={SAVED}" for group in theirs if group not in chosen_here]
@@ -231,8 +229,6 @@ def typed(config: DictConfig, schema: type[Config]) -> Config:
 def _typed(plain: dict[str, dict[str, Any]], schema: type[Config]) -> Config:
     for section, values in plain.items():
         check_target(section, values.get("_target_"))
-    if "drafter" in plain:
-        check_drafter(plain["drafter"])
     # Drafters come last: their modules alone import torch, which takes seconds.
     built = {name: build(name, plain[name]) for name in sorted(plain, key="drafter".__eq__)}
     return schema(**built)
@@ -251,13 +247,10 @@ def load_choice(section: str, name: str) -> Any:
 
 
 def recorded(folder: Path, schema: type[Config], key: str) -> Config:
-    """Return a run's configuration, with the keys that its choices have gained since.
-
-    key: the setting that names the folder, for messages.
-    """
+    """Return a run's configuration; key: the setting that names the folder, for messages."""
     saved = load_config(folder, key)
     names = [field.name for field in fields(cast(Any, schema))]
-    return _typed({name: complete(name, saved) for name in names}, schema)
+    return _typed({name: saved_section(name, saved) for name in names}, schema)
 
 
 def _composed(head: str, chosen: list[Override], values: list[Override]) -> DictConfig:

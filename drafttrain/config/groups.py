@@ -16,11 +16,6 @@ from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.untrusted_input import shown
 
 HERE = "@_here_"  # how a part of choices is told to fill their own section: parts/layer@_here_
-GONE = {"eval": ("tuned",)}  # keys that older versions wrote
-# The choice of runs that are older than a section.
-BEFORE = {"optimizer": "adamw"}
-# What keys of a choice were in runs that are older than they, where that is not today's default.
-BEFORE_KEYS = {"drafter": {"scale_embeddings": False}}
 # Keys that let other people's code run are not taken from the config.yaml of a run.
 WITHHELD = {"trust_remote_code": False, "allow_pickle": False, "python": None}
 
@@ -114,48 +109,36 @@ def offer_saved(saved: dict[str, dict[str, Any]], groups: list[str], sections: l
     """Let `saved` be a choice of these groups: what the config.yaml of a run holds."""
     for group in groups:
         # An evaluation without a run has no `trainer`, which no other command reads.
-        if group not in {**saved, **BEFORE} and group in sections:
+        if group not in saved and group in sections:
             raise UsageError(f"the config.yaml of run.dir has no section {group}")
-        ConfigStore.instance().store(group=group, name=SAVED, node=hidden(complete(group, saved)))
+        node = hidden(saved_section(group, saved))
+        ConfigStore.instance().store(group=group, name=SAVED, node=node)
 
 
-def complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a saved section with the keys that its choice has gained since the run was made."""
-    section = saved.get(group, {})
+def saved_section(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return a section of a saved run, without what would run other people's code.
+
+    UsageError if a key of its choice is missing, as in a run that another version made.
+    """
+    section = dict(saved.get(group, {}))
+    section.pop("defaults", None)  # Hydra would obey it
+    today = content_of(group, str(section.get("name")))
     if group == "run":  # a section without choices
-        now = read_choice(conf_dir() / "train.yaml")["run"]
-    else:
-        now = content_of(group, _counterpart(group, section))
-    section = {key: value for key, value in section.items() if key not in GONE.get(group, ())}
-    before = {key: was for key, was in BEFORE_KEYS.get(group, {}).items() if section and key in now}
+        today = content_of("", "train")["run"]
+    # A folder that `name` is taken from may be called as a choice of another class.
+    alike = _last(section) == _last({"_target_": SECTIONS[group], **today})
+    missing = sorted(today.keys() - section.keys() - {"defaults", "_target_"})
+    if missing and (alike or group == "run"):
+        raise UsageError(
+            f"the config.yaml of a run must have {group}.{missing[0]}, but another version wrote "
+            "it; add the key with the value of that time, or train again"
+        )
     # The folder may come from anyone: the user must allow its code anew for each command.
-    kept = {key: value for key, value in section.items() if key not in WITHHELD}
-    withheld = {key: value for key, value in WITHHELD.items() if key in section}
-    found = {**withheld, **now, **before, **kept}
-    found.pop("defaults", None)  # Hydra would obey it
-    # Between versions classes of ours move, their names stay: the saved module may be gone.
-    if str(section.get("_target_")).startswith("drafttrain."):
-        today = {_last(one): one for one in (now, {"_target_": SECTIONS[group]})}
-        found["_target_"] = today.get(_last(section), section)["_target_"]
-    return found
-
-
-def _counterpart(group: str, section: dict[str, Any]) -> str | None:
-    """Return the choice that a saved section names, else one of its class, else the default."""
-    names, default = choices(group), command_groups("train").get(group)
-    own = str(section.get("name"))
-    if own in names or not section:
-        return own if own in names else BEFORE.get(group, default)
-    # By its last part: a yaml may name a class where it is exported, a run where it is defined.
-    kinds = {name: _last(content_of(group, name)) for name in names}
-    alike = [name for name in names if kinds[name] == _last(section)]
-    # A choice that names no class has the section's own.
-    alike = alike or [name for name in names if not kinds[name]]
-    return default if default in alike else next(iter(alike), None)
+    return section | {key: value for key, value in WITHHELD.items() if key in section}
 
 
 def _last(section: dict[str, Any]) -> str:
-    return str(section.get("_target_") or "").rpartition(".")[2]
+    return str(section.get("_target_")).rpartition(".")[2]
 
 
 def content_of(group: str, name: str | None) -> dict[str, Any]:

@@ -193,8 +193,6 @@ options:
   COMMAND --info defaults   print which files of conf/ are composed, and in which order
   COMMAND --multirun (-m)   one job for each combination of drafter=eagle3,medusa run.seed=0,1
   --config-dir FOLDER       a folder of yaml of your own, laid out like conf/
-  --shell-completion        eval "$({CALL} -sc install=bash)" completes what you type;
-                            install=zsh alike, install=fish by `| source`
   --slurm[=KEY=VALUE,...]   print a batch script for `train` or `capture`, with options of sbatch
   --version
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from drafttrain.config.groups import BEFORE, WITHHELD, complete, own_groups
+from drafttrain.config.groups import WITHHELD, own_groups, saved_section
 from drafttrain.config.overrides import SAVED, UsageError, parse, spelled
 from drafttrain.runtime.run_folder import CONFIG, absolute, has_checkpoints, load_config
 from drafttrain.runtime.settings import AUTO, require
@@ -61,7 +61,7 @@ def run_to_resume(parsed: list[Override], dir_of: Callable[[list[str]], str]) ->
 def with_saved(parsed: list[Override], saved: Saved, groups: Iterable[str]) -> list[Override]:
     """Restore the groups and the section `run` as saved, except what is given."""
     given = {override.key_or_group: override.value() for override in parsed}
-    run = complete("run", saved)
+    run = saved_section("run", saved)
     if run["init_from"] is not None and given.get("drafter") == saved["drafter"].get("name"):
         # What it started from has set the drafter's shape, which the family alone does not tell.
         parsed = [override for override in parsed if override.key_or_group != "drafter"]
@@ -124,9 +124,7 @@ def differences(config: Any, saved: Saved) -> list[Difference]:
     found: list[Difference] = []
     for field in fields(config):
         section = getattr(config, field.name)
-        if field.name not in {**saved, **BEFORE}:
-            continue
-        before = complete(field.name, saved)
+        before = saved_section(field.name, saved)
         kind = str(before.get("_target_", "")).rpartition(".")[2]
         if kind and kind != type(section).__name__:
             found.append((field.name, before.get("name", kind), section.name))

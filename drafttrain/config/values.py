@@ -1,12 +1,9 @@
 """From the values of a section to its dataclass: which class and which values are allowed."""
 
-import ast
 import importlib
 import math
 import re
-import sys
-from dataclasses import fields, make_dataclass
-from pathlib import Path
+from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
@@ -17,7 +14,6 @@ from drafttrain.config.overrides import UsageError, hidden, revealed
 from drafttrain.config.sections import SECTIONS
 from drafttrain.runtime.untrusted_input import did_you_mean, shown
 
-PACKAGE = Path(__file__).parents[1]
 LARGEST = 2**63  # no count, size or seed is as large, and torch takes none that is
 OURS = re.compile(r"drafttrain(\.[A-Za-z_]\w*)+")
 BLANKS = ("eval.stop_strings",)  # a line end is one
@@ -80,43 +76,6 @@ def _load(section: str, path: str) -> Any:
         ) from error
     if not isinstance(found, type):
         raise UsageError(f"{section}._target_ must name a class, got {path}")
-    return found
-
-
-def check_drafter(plain: dict[str, Any]) -> None:
-    """Refuse values of the wrong type before torch is imported, as the modules of drafters do.
-
-    The fields are read from the source of the class, where that is of this package, named in conf/,
-    and not imported yet.
-    """
-    target = str(plain.get("_target_"))
-    module, _, name = target.rpartition(".")
-    if target in targets("drafter") and OURS.fullmatch(target) and module not in sys.modules:
-        hints = [
-            (key, eval(ast.unparse(line.annotation), {"Any": Any}))
-            for key, line in _declared(target).items()
-            if key in plain or line.value is None
-        ]
-        values_of("drafter", plain, make_dataclass(name, hints, kw_only=True))
-
-
-def _declared(path: str) -> dict[str, ast.AnnAssign]:
-    """Return the fields of a dataclass of this package as written, those of its bases too."""
-    module, _, name = path.rpartition(".")
-    place = PACKAGE.joinpath(*module.split(".")[1:])
-    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-    found: dict[str, ast.AnnAssign] = {}
-    for node in ast.parse(file.read_text()).body if file.is_file() else []:
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if name == (alias.asname or alias.name):
-                    return _declared(f"{node.module}.{alias.name}")
-        elif isinstance(node, ast.ClassDef) and node.name == name:
-            for base in reversed(node.bases):
-                found |= _declared(f"{module}.{ast.unparse(base)}")
-            for line in node.body:
-                if isinstance(line, ast.AnnAssign) and "ClassVar" not in ast.unparse(line):
-                    found[ast.unparse(line.target)] = line
     return found
 
 

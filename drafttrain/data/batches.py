@@ -122,8 +122,6 @@ class Batches:
             if key in ("epoch", "step_in_epoch"):
                 if type(earlier) is not int or not 0 <= earlier <= MAX_COUNT:
                     raise _lost(f"{key} must be an integer of at least 0", shown(earlier))
-            elif key == "lengths_digest" and key not in state:
-                continue  # an older checkpoint has none
             elif earlier != value:
                 raise ValueError(
                     f"a resumed run must have the data of its checkpoint: {key} was"

@@ -150,7 +150,6 @@ class Drafter(nn.Module, ABC, Generic[State]):
     branches = False  # whether `expand` takes levels of several nodes, for trees
     unroll = 1  # depths that `forward` trains; the contract suite compares decoding with them
     begins_from_target = False  # whether `initialise` needs the target's own model and tokenizer
-    changes_target = False  # whether training changes the target's weights too: `target_changes`
     text_source: TextSource | None = None  # None: it trains on the data's text
     lookup: tuple[int, int] | None = None  # shortest and longest suffix that it looks up, if any
     longest: int | None = None  # text that it drafts for as others trained it; None: any
@@ -166,11 +165,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
         return self.longest
 
     def initialise(self, model: Any, tokenizer: Any) -> None:
-        """Load weights from elsewhere, once, before `prepare`; both arguments are the target's.
-
-        A drafter with `changes_target` takes here what it trains the target with; where it is
-        trained further, once more.
-        """
+        """Load weights from elsewhere, once, before `prepare`; both arguments are the target's."""
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Set initial values from the training data and the target, once, before training.
@@ -183,21 +178,6 @@ class Drafter(nn.Module, ABC, Generic[State]):
 
         On the meta device, without values. target: returns the target's Transformers configuration.
         """
-
-    def rates(self, done: float) -> dict[str, float]:
-        """Return factors of the learning rate, by how names of parameters begin (others have 1).
-
-        done: the share of the training's steps that are taken. The beginnings are always the same.
-        """
-        return {}
-
-    def target_changes(self) -> dict[str, Float[Tensor, "out in"]]:
-        """Return what is to be added to the target's weights, by their names in its decoder.
-
-        It drafts for the target with these changes, and only training reads features of the target
-        without them. "Lossless" refers to the changed target.
-        """
-        return {}
 
     def attach(self, tokenizer: Any) -> None:
         """Check the target's tokenizer, once, before decoding; ValueError if it does not fit."""
@@ -359,3 +339,34 @@ def rows_at(
 def draft_vocab_size(drafter: Drafter) -> int:
     """Return how many of the target's tokens a drafter can draft."""
     return drafter.vocab.size if drafter.vocab else drafter.spec.vocab_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedConfig(DrafterConfig):
+    """The configuration of a drafter that others draft for; a command loads these and joins them.
+
+    members: folders, or entries of conf/drafter. settings: of those entries, by name.
+    """
+
+    members: list[str]
+    settings: dict[str, Any]
+
+    trainable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        distinct = len({*self.members}) == len(self.members) >= 2
+        self.require("members", distinct, "name at least two drafters, each once")
+        given = all(isinstance(each, dict) for each in self.settings.values())
+        given = given and self.settings.keys() <= {*self.members}
+        self.require("settings", given, "be of drafters in drafter.members, as in {NAME: {a: 1}}")
+
+    def build(self, spec: TargetSpec) -> Drafter:
+        """Raise ValueError: its members must be loaded; see `join`."""
+        raise ValueError(
+            f"drafter={self.name} has no weights of its own: it can be evaluated and tuned, and "
+            "everything else is done with its members"
+        )
+
+    def join(self, spec: TargetSpec, members: Sequence[Drafter]) -> Drafter:
+        """Return the drafter of these members; ValueError if they cannot draft together."""
+        raise NotImplementedError(f"{type(self).__name__} must define join(spec, members)")

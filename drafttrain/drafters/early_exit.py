@@ -104,7 +104,7 @@ class EarlyExit(TokenDrafter):
 
     def initialise(self, model: Any, tokenizer: Any) -> None:
         """Copy the target's first layers; ValueError if these compute something else than ours."""
-        copy_layers(self.shallow, 0, model, self.config, self.spec, device_of(self))
+        copy_layers(self.shallow, model, self.config, self.spec, device_of(self))
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Begin with the target's final norm, as its head does."""

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from drafttrain.core.ops.graphs import Capture
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import Drafter, DraftState, TrainingChance
-from drafttrain.drafters.shared.members import JoinedConfig
+from drafttrain.drafters.base import Drafter, DraftState, JoinedConfig, TrainingChance
 from drafttrain.drafters.shared.merge import best_tree, merged, nodes_of, proposal_of
 
 

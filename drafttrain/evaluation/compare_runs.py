@@ -17,6 +17,7 @@ from drafttrain.runtime.disk import refuse_links
 from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, call, load_config
 from drafttrain.runtime.untrusted_input import (
     MAX_JSON_BYTES,
+    Count,
     UntrustedError,
     header_of,
     read_bytes,
@@ -44,6 +45,10 @@ class _RunProvenance:
 @dataclass(frozen=True)
 class _Prompts:
     source: str
+    sha256: str
+    num_prompts: Count
+    template: str
+    template_kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """The whole evaluation: certificate, measurements at every point of the sweep, the report."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from drafttrain.core.types import PromptResult
 from drafttrain.data.evaluation_prompts import Prompt, prompts_sha256
@@ -16,7 +17,6 @@ from drafttrain.decode.loop import describe_rule, is_lossless
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.certify import certify, greedy_check
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.evaluation.footprint import extra_memory
 from drafttrain.evaluation.measure import (
     at_depth,
     first_turn,
@@ -31,6 +31,7 @@ from drafttrain.report.outputs import examples_of
 from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.results import (
     Certificate,
+    ExtraMemory,
     LosslessCheck,
     Point,
     Report,
@@ -42,6 +43,8 @@ from drafttrain.report.totals import FEWEST_PROMPTS
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.terminal import console, progress
 from drafttrain.target.model import Target
+
+PROBE_TOKENS = 8  # tokens of a text that is read only to measure the drafter's cache
 
 
 @dataclass(frozen=True)
@@ -245,14 +248,14 @@ def losslessness(setup: Setup) -> tuple[LosslessCheck, Certificate | None]:
     the target's distribution must accompany its numbers.
     """
     parts, config = setup.parts, setup.settings
-    rule, exact, tuned = config.acceptance_rule, parts.exact, parts.drafter.changes_target
+    rule, exact = config.acceptance_rule, parts.exact
     name = describe_rule(config.sampling, rule, config.shape)
     lossless = is_lossless(rule, config.sampling)
     some, of_tasks = spread(setup.prompts, config.lossless_prompts), config.of_tasks
     chosen = [(prompt.id, first_turn(prompt, exact, setup.template)) for prompt in some]
     own = {prompt.id: of_tasks[prompt.task] for prompt in some if prompt.task in of_tasks}
     if not chosen:
-        return LosslessCheck(name, lossless, "not checked", 0, 0, [], "", tuned), None
+        return LosslessCheck(name, lossless, "not checked", 0, 0, [], ""), None
     dtype, total, section = dtype_name(exact.dtype), len(chosen), None
     if config.certify or config.lossy:
         narrow = None if exact is parts.target else (parts.target, parts.timed_drafter)
@@ -265,4 +268,43 @@ def losslessness(setup: Setup) -> tuple[LosslessCheck, Certificate | None]:
         with progress("losslessness", 2 * total) as tick:
             greedy = greedy_check(exact, parts.drafter, chosen, config, own, tick)
     same, differing = total - len(greedy.divergences), greedy.divergences
-    return LosslessCheck(name, lossless, dtype, same, total, differing, "", tuned), section
+    return LosslessCheck(name, lossless, dtype, same, total, differing, ""), section
+
+
+@torch.inference_mode()
+def extra_memory(target: Target, drafter: Drafter) -> ExtraMemory:
+    """Return the bytes of the drafter's weights, and of its cache per position of one row.
+
+    Weights that it shares with the target are not counted, nor is memory that it needs only while
+    drafting. The cache is measured after reading a few tokens.
+    """
+    tokens = torch.zeros(1, PROBE_TOKENS + 1, dtype=torch.long, device=target.device)
+    cache = target.begin()
+    _, features = target.step(cache, tokens[:, :PROBE_TOKENS], drafter.captures)
+    state = drafter.begin(target.readout, tokens[:, 0], PROBE_TOKENS + 1)
+    drafter.observe(state, tokens[:, 1:], [PROBE_TOKENS], features)
+    if drafter.propose(state, 1) is None:
+        drafter.expand(state, None)  # some drafters read observed tokens only here
+    shared = {tensor.data_ptr() for tensor in target.model.parameters()}
+    tensors = {tensor.data_ptr(): tensor for tensor in (*drafter.parameters(), *drafter.buffers())}
+    own = sum(tensor.nbytes for place, tensor in tensors.items() if place not in shared)
+    return ExtraMemory(own, sum(bytes_per_position(cache) for cache in caches_of(state)))
+
+
+def caches_of(state: Any) -> Iterator[DynamicCache]:
+    """Yield the caches that a drafter's state holds."""
+    if isinstance(state, DynamicCache):
+        yield state
+    elif isinstance(state, list | tuple):
+        for part in state:
+            yield from caches_of(part)
+    elif is_dataclass(state):
+        for field in fields(state):
+            yield from caches_of(getattr(state, field.name))
+
+
+def bytes_per_position(cache: DynamicCache) -> int:
+    """Return the bytes of one position of one row, keys and values of all layers."""
+    layers: list[Any] = cache.layers
+    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+    return sum(each.shape[1] * each.shape[3] * each.element_size() for each in tensors)

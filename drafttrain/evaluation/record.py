@@ -17,8 +17,6 @@ ONLY = {
     "data": ("template", "template_kwargs", "template_date"),
     "tracker": (),
 }
-# What results of before 0.4 were measured with, which they do not record.
-UNRECORDED = {"data.template_kwargs": {}, "data.template_date": "2024-07-26"}
 ASKED = ("name", "overwrite")
 
 
@@ -59,7 +57,7 @@ def require_same(
             f"{folder / SETTINGS}: it is not replaced; {ways}"
         ) from None
     for key, now in settings.items():
-        before = earlier.get(key, UNRECORDED.get(key))
+        before = earlier.get(key)
         if absolute(key, before) != absolute(key, now):
             before, now = ("null" if value is None else value for value in (before, now))
             raise ValueError(

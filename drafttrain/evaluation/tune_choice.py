@@ -93,12 +93,12 @@ class _Choice:
 @dataclass(frozen=True)
 class _Tuned:
     batches: dict[str, _Choice]  # by batch size
+    policy: str
+    weights: str
+    temperature: float
     trees: dict[str, dict[str, list[list[Count]]]] = field(default_factory=dict)
     acceptance: list[Amount] = field(default_factory=list)
     costs_ms: dict[str, list[dict[str, Amount]]] = field(default_factory=dict)
-    policy: str = CHAIN
-    weights: str | None = None  # older versions did not say
-    temperature: float | None = None
 
 
 def read_tuned(
@@ -142,7 +142,7 @@ def read_tuned(
         ("for the weights of", found.weights, weights),
         ("at eval.temperature", found.temperature, temperature),
     ):
-        if then is not None and here is not None and then != here:
+        if here is not None and then != here:
             raise ValueError(
                 f"{file} must hold a depth chosen {what} {here}, but it was chosen {what} "
                 f"{shown(then)}; run tune again"

@@ -189,7 +189,7 @@ def training_bytes(
     share, width = 1 / ranks if stage else 1.0, 2.0 if low else 4.0
     found = {
         "weights": width * (whole - trained + trained * (share if stage == 3 else 1))
-        + 4.0 * parts.num_copied,
+        + 4.0 * parts.num_kept,
         "masters": 4.0 * trained * share if stage or low else 0.0,
         "gradients": 4.0 * trained * (share if stage >= 2 else 1),
         "moments": (12.0 if averaged else 8.0) * trained * share,

@@ -17,8 +17,8 @@ from drafttrain.plan.units import GIB, count, disk, gib, hours, money, seconds, 
 from drafttrain.report.document import Tile
 from drafttrain.report.phrases import NOTHING, things
 from drafttrain.report.results import Table
+from drafttrain.report.tables import rich_table
 from drafttrain.report.tables import texts as texts_of
-from drafttrain.report.terminal import rich_table
 
 LONGEST_NUMBER = 26  # characters, with its unit: what is longer is text, and is aligned left
 WHERE = {

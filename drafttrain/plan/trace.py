@@ -130,8 +130,7 @@ class DrafterCost:
     num_trained: int = 0
     num_muon: int = 0  # of the trained, those that Muon would update
     muon_flops: float = 0.0  # of its update
-    num_copied: int = 0  # numbers of the target's matrices that it has copies of, as buffers
-    num_kept: int = 0  # those of them that it drafts with, and saves
+    num_kept: int = 0  # numbers of the target's matrices that it has copies of, as buffers
     largest: int = 0  # weights of its largest tensor
     captures: tuple[int, ...] = ()
     max_depth: int | None = None
@@ -303,7 +302,6 @@ def trace(
         with _unknown(config.name):
             drafter.outline(target)
     sizes = [parameter.numel() for parameter in drafter.parameters()]
-    saved = drafter.state_dict().keys()
 
     @functools.cache
     def step(recompute: bool) -> Step:
@@ -327,8 +325,7 @@ def trace(
         num_trained=sum(p.numel() for p in trainable),
         num_muon=sum(p.numel() for p in by_muon),
         muon_flops=sum(newton_schulz_flops(*p.shape) for p in by_muon),
-        num_copied=sum(b.numel() for b in drafter.buffers() if b.dim() > 1),
-        num_kept=sum(b.numel() for n, b in drafter.named_buffers() if n in saved and b.dim() > 1),
+        num_kept=sum(b.numel() for b in drafter.buffers() if b.dim() > 1),
         largest=max(sizes),
         captures=drafter.captures,
         draft_vocab=vocab,

@@ -110,7 +110,7 @@ def build_report(
         told = f"{counted} to plain decoding in {lossless.dtype}"
         if lossless.identical and lossless.divergences:
             told += ", the others but for choices within twice its rounding noise"
-    rule = rule_statement(lossless.rule, lossless.lossless, lossless.tuned)
+    rule = rule_statement(lossless.rule, lossless.lossless)
     lossless = replace(lossless, statement=f"{rule}; {told}")
     repeats = min(prompt.num_blocks for prompt in plain.values())
     return Report(

@@ -60,7 +60,6 @@ class RuleCheck:
 
     lossless: bool
     statement: str
-    tuned: bool  # whether their target is one that training changed, not the model given
 
 
 @dataclass(frozen=True)
@@ -288,7 +287,7 @@ def _lossless(method: Method) -> RuleCheck:
         check, certificate = run.report.lossless, run.report.certificate
         text = check.statement
         if method.reference:
-            rule = rule_statement(check.rule, check.lossless, check.tuned)
+            rule = rule_statement(check.rule, check.lossless)
             text = f"{rule}; outputs of this reference were not checked"
         elif certificate is not None and certificate.statement:
             text = f"{text}; certificate: {certificate.statement}"
@@ -297,8 +296,7 @@ def _lossless(method: Method) -> RuleCheck:
     if len(set(texts.values())) == 1:
         statement = texts[method.runs[0].name]
     checks = [run.report.lossless for run in method.runs]
-    tuned = any(check.tuned for check in checks)
-    return RuleCheck(all(check.lossless for check in checks), statement, tuned)
+    return RuleCheck(all(check.lossless for check in checks), statement)
 
 
 def _difference(one: Method, two: Method, scopes: Scopes, resampling: Resampling) -> Pair:
@@ -325,9 +323,6 @@ def _difference(one: Method, two: Method, scopes: Scopes, resampling: Resampling
     ]
     lossy = [method.label for method in (one, two) if not _lossless(method).lossless]
     warning = f"; NOT lossless: {', '.join(lossy)}" if lossy else ""
-    tuned = [method.label for method in (one, two) if _lossless(method).tuned]
-    if len(tuned) == 1 or (tuned and one.runs != two.runs):
-        warning += f"; not the same model answers: the target of {' and of '.join(tuned)} was tuned"
     if apart:
         warning += "; their plain loops ran at clearly different speeds"
     statement = f"{words}: {', '.join(shown)}{warning}."
@@ -350,9 +345,6 @@ def _flags(runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[
             flag("certificate", method.label, lossless.statement)
         elif not all(report.lossless.identical for report in checked):
             flag("lossless", method.label, lossless.statement)
-        if lossless.tuned and not method.reference:
-            text = "training changed its target: it is compared as another model that answers"
-            flag("tuned_target", method.label, text)
     for what, values in _machines(runs).items():
         if len(set(values.values())) > 1:
             listed = "; ".join(f"{name}: {value}" for name, value in values.items())

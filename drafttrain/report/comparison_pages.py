@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from drafttrain.report.comparison import ComparedMethod, ComparedRun, Comparison, RuleCheck
+from drafttrain.report.comparison import ComparedMethod, ComparedRun, Comparison
 from drafttrain.report.document import Document, Listing, flagged, notes
 from drafttrain.report.metrics import Spread
 from drafttrain.report.phrases import NOTHING, cell, count, flat, number, size, speed
@@ -86,12 +86,6 @@ def _difference(comparison: Comparison, row: ComparedMethod, task: str, quantity
     return difference
 
 
-def _shortly(check: RuleCheck) -> str:
-    if not check.lossless:
-        return "NO"
-    return "for its\ntuned target" if check.tuned else "yes"
-
-
 def comparison_summary(comparison: Comparison) -> Table:
     """Return the terminal's table: two lines per method, its numbers and its differences."""
     notes = [pair.statement for pair in comparison.differences]
@@ -112,7 +106,7 @@ def comparison_summary(comparison: Comparison) -> Table:
         ("speedup, 95 %\ndifference", lambda row: both(row, "speedup")),
         ("draft\nms", lambda row: number(row.summary.draft_ms)),
         ("size", lambda row: size(row.drafter_parameters)),
-        ("lossless", lambda row: _shortly(row.lossless)),
+        ("lossless", lambda row: "yes" if row.lossless.lossless else "NO"),
     ]
     lines = []
     for row in comparison.rows:

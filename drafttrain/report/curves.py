@@ -4,15 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from drafttrain.report.phrases import number, signed
 from drafttrain.report.results import TrainingCurves, TrainingSeries
 from drafttrain.runtime.tracker import (
     ACCEPTANCE_LENGTH,
     EXPECTED_LENGTH,
     LOSS,
     SPEED,
-    TARGET_LOSS,
-    TARGET_LOSS_BEFORE,
     TOKENS,
 )
 
@@ -41,26 +38,6 @@ def training_curves(
         f"the loss ({LOSS}) is the weighted sum of its terms ({', '.join(terms)}) {units[LOSS]}"
     )
     return TrainingCurves(series, step, statement, _seconds(rows, step))
-
-
-def target_lines(rows: Sequence[Mapping[str, Any]], step: int | None = None) -> list[str]:
-    """Return a line on the loss of a target that training changed, from a run's rows of metrics.
-
-    step: of the checkpoint; None: the last one validated.
-    """
-    found = [
-        (row[TARGET_LOSS_BEFORE], row[TARGET_LOSS])
-        for row in rows
-        if step in (None, row.get("step"))
-        and all(isinstance(row.get(key), float) for key in (TARGET_LOSS, TARGET_LOSS_BEFORE))
-    ]
-    if not found:
-        return []
-    before, after = found[-1]
-    return [
-        f"the tuned target's own next-token loss on held-out conversations: {number(after, 3)} "
-        f"nats a token, {number(before, 3)} before training ({signed(after - before, 3)})"
-    ]
 
 
 def _seconds(rows: Sequence[Mapping[str, Any]], until: int | None) -> float | None:

@@ -129,6 +129,6 @@ def _tiles(report: Report) -> list[Tile]:
         Tile("Lossless",
              f"{'✓ ' * bool(exact)}{check.greedy_identical}" if check.greedy_total else NOTHING,
              f"/ {check.greedy_total}" if check.greedy_total else "",
-             f"{told}; {rule_statement(check.rule, check.lossless, check.tuned)}",
+             f"{told}; {rule_statement(check.rule, check.lossless)}",
              "bad" if failed else "good" if exact else "" if check.lossless else "fair"),
     ]  # fmt: skip

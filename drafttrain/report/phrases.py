@@ -8,8 +8,6 @@ from drafttrain.report.results import Cell, Change, Estimate
 
 Number = int | float
 NOTHING = "\N{EN DASH}"
-# What "lossless" refers to where training changed the target's weights.
-OF_TUNED = "for the tuned target, whose weights were trained too, not for the model that was given"
 
 
 def number(value: Number | None, digits: int = 2) -> str:
@@ -96,23 +94,10 @@ def drawn(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
-def rule_statement(rule: str, lossless: bool, tuned: bool = False) -> str:
-    """Return whether a rule is lossless, and its name, whose own word for that is left out.
-
-    tuned: whether the target that it is lossless for is one that training changed.
-    """
+def rule_statement(rule: str, lossless: bool) -> str:
+    """Return whether a rule is lossless, and its name, whose own word for that is left out."""
     name = re.sub(r" \((NOT )?lossless\)|; NOT lossless(?=\))", "", rule)
-    told = f"lossless by {name}" if lossless else f"NOT lossless: {name}"
-    return f"{told}, {OF_TUNED}" if tuned else told
-
-
-def tuned_statement(drafter: str) -> str:
-    """Return what "lossless" refers to where a drafter changed its target."""
-    return (
-        f"training {drafter} changed the target's weights too: it drafts for that tuned target, "
-        'and "lossless" means that the output follows the tuned target\'s distribution, not that '
-        "of the model that was given, whose answers may differ"
-    )
+    return f"lossless by {name}" if lossless else f"NOT lossless: {name}"
 
 
 def sentence(text: str) -> str:

@@ -336,7 +336,6 @@ class LosslessCheck:
     greedy_total: Count
     divergences: list[Divergence]
     statement: str  # empty until a report words it
-    tuned: bool = False  # whether the target is one that training changed, not the model given
 
     @property
     def identical(self) -> bool:
@@ -535,7 +534,7 @@ class WitnessRow:
     outputs_differing: int
     num_unstable: int
     ours: OursBeside | None
-    mean_acceptance_length: Estimate = NOT_COMPARED  # None in older reports
+    mean_acceptance_length: Estimate
 
 
 @dataclass(frozen=True)
@@ -656,7 +655,7 @@ class Report:
     tree: str = ""  # how its proposals grow; "": they are chains of `depth`
     sampling: LimitedSampling
     draft_sampling: Sampling | None = None
-    batch_size: Count = 1
+    batch_size: Count
     summary: MethodRow
     tasks: dict[str, MethodRow]
     methods: dict[str, MethodRows | PlainRows]

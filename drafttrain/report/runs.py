@@ -54,17 +54,14 @@ TEMPLATE = ("template", "template_kwargs")
 
 
 def conditions(report: Report) -> dict[str, Any]:
-    """Return the conditions, by name, that comparable reports must have in common.
-
-    Reports of before 0.4 do not tell how prompts became text.
-    """
+    """Return the conditions, by name, that comparable reports must have in common."""
     prompts = report.prompts
     return {
         "target fingerprint": report.provenance["target_fingerprint"],
         **{f"eval.{key}": value for key, value in vars(report.sampling).items()},
         "eval.batch_size": report.batch_size,
         "eval.prompts": prompts["source"],
-        **{f"data.{key}": prompts[key] for key in TEMPLATE if key in prompts},
+        **{f"data.{key}": prompts[key] for key in TEMPLATE},
     }
 
 
@@ -73,10 +70,10 @@ def check_comparable(runs: Sequence[RunReport]) -> None:
     for run, other in combinations(runs, 2):
         wanted, got = conditions(run.report), conditions(other.report)
         told = [each.report.prompts for each in (run, other)]
-        digests = [prompts.get("sha256") for prompts in told]  # older reports have none
-        if digests[0] == digests[1] is not None:  # the same texts, by whatever path
+        digests = [prompts["sha256"] for prompts in told]
+        if digests[0] == digests[1]:  # the same texts, by whatever path
             got["eval.prompts"] = wanted["eval.prompts"]
-        for key in filter(got.__contains__, wanted):
+        for key in wanted:
             if wanted[key] != got[key]:
                 one, two = (
                     "none" if value is None else str(value)[: 16 if "fingerprint" in key else None]
@@ -89,9 +86,9 @@ def check_comparable(runs: Sequence[RunReport]) -> None:
                 )
         # The digest is of all prompts: if they are not the same ones, it tells nothing of those
         # that are shared.
-        counts = [prompts.get("num_prompts") for prompts in told]
+        counts = [prompts["num_prompts"] for prompts in told]
         alike = list(run.plain) == list(other.plain) and counts[0] == counts[1]
-        if alike and None not in digests and digests[0] != digests[1]:
+        if alike and digests[0] != digests[1]:
             raise ValueError(
                 f"runs must have the same texts under eval.prompts to be compared, but "
                 f"{run.folder} has {str(digests[0])[:16]} and {other.folder} has "
@@ -128,9 +125,8 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
     references: dict[tuple[str, ...], list[RunReport]] = {}
     for run in runs:
         check = run.report.lossless
-        tuned_by = f"target tuned by {run.name}" if check.tuned else ""
         shape = run.report.tree or f"depth {run.report.depth}"
-        how = (shape, f"rule {check.rule}", tuned_by)
+        how = (shape, f"rule {check.rule}")
         for drafter in run.measured:
             if drafter != run.report.drafter:
                 references.setdefault((drafter, *how), []).append(run)

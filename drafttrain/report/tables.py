@@ -1,7 +1,12 @@
 """The tables of a report, laid out once each: terminal, Markdown and HTML show the same cells."""
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from drafttrain.report.outputs import WRITERS
 from drafttrain.report.phrases import (
@@ -41,6 +46,7 @@ from drafttrain.report.results import (
 )
 from drafttrain.report.verdict import bill, fastest_depth, grouped
 
+LONGEST_CELL = 20  # letters; a longer cell, such as many positions, goes on in the next line
 Line = TypeVar("Line")
 Column = tuple[str, Callable[[Line], Cell]]  # its heading, and its cell for a line
 
@@ -434,3 +440,30 @@ def _disagreement(one: Disagreement) -> str:
     gap = "" if one.gap is None else f", where the target's two best logits are {one.gap:.2g} apart"
     judged = "a near tie" if one.tie else "no tie"
     return f"{one.name}: other text from token {one.position}{gap}: {judged}"
+
+
+def rich_table(content: Table) -> RichTable:
+    """Return a table for the terminal, with headings no wider than their columns."""
+    shown = RichTable(
+        title=Text(content.title),
+        caption=Text("\n".join(content.notes)),
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title_justify="left",
+        caption_justify="left",
+    )
+    rows = texts(content)
+    for place, column in enumerate(content.columns):
+        cells = [line for row in rows for line in row[place].split("\n")]
+        width = max((len(cell) for cell in cells), default=1) or 1
+        heading = textwrap.fill(column, width, break_long_words=False) or column
+        shown.add_column(
+            heading,
+            justify="right" if place else "left",
+            no_wrap=0 < place and width <= LONGEST_CELL,
+            overflow="fold",  # a name that is too long is broken, not cut
+        )
+    for row in rows:
+        shown.add_row(*map(Text, row))
+    return shown

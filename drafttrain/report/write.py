@@ -7,12 +7,16 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
 from drafttrain.report.document import Document
-from drafttrain.report.html import html
-from drafttrain.report.markdown import markdown
-from drafttrain.report.results import Table
+from drafttrain.report.markdown import LONGEST_TEXT, markdown
+from drafttrain.report.phrases import positions, value_and_range
+from drafttrain.report.results import Badge, Cell, Change, Estimate, Table
 from drafttrain.report.tables import texts
 from drafttrain.runtime.disk import write_whole, writing
+from drafttrain.runtime.untrusted_input import escaped, shown
 
 if TYPE_CHECKING:
     from drafttrain.report.plots import Figure  # matplotlib takes a second
@@ -60,3 +64,68 @@ def write_texts(files: Mapping[str, str], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_whole(folder / name, text)
+
+
+if TYPE_CHECKING:
+    from drafttrain.report.plots import Figure  # matplotlib takes a second
+
+LONG = 28  # characters; a longer cell takes several lines
+
+
+def html(document: Document, figures: Sequence["Figure"] = ()) -> str:
+    """Return the page: style and figures inline, every text escaped."""
+    environment = Environment(
+        loader=PackageLoader("drafttrain.report"),
+        autoescape=True,
+        finalize=_text,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        document=document, figures=figures, rows_of=rows_of, lines=_lines
+    )
+
+
+def rows_of(table: Table) -> list[list[Markup]]:
+    """Return the cells of a table as HTML; bars are relative to their column's largest value."""
+    widest = [
+        max((value.value or 0.0 for value in column if isinstance(value, Estimate)), default=0.0)
+        for column in zip(*table.rows, strict=True)
+    ]
+    return [
+        [_cell(value, most) for value, most in zip(row, widest, strict=True)] for row in table.rows
+    ]
+
+
+def _cell(value: Cell, widest: float) -> Markup:
+    if isinstance(value, Estimate):
+        number, *bounds = value_and_range(value)
+        told = Markup('{} <span class="range">{}</span>').format(number, bounds[0].strip("[]")) \
+            if bounds else escape(number)  # fmt: skip
+        if isinstance(value, Change):
+            return told
+        width = 100 * max(value.value or 0.0, 0.0) / (widest or 1.0)
+        return Markup('<span class="track"><span style="width: {:.1f}%"></span></span>{}').format(
+            width, told
+        )
+    if isinstance(value, Badge):
+        return Markup('<span class="badge {}">{}</span>').format(value.replace(" ", "-"), value)
+    if isinstance(value, str):
+        text = escape(_text(value))
+        return Markup('<span class="long">{}</span>').format(text) if len(value) > LONG else text
+    bars = Markup("").join(
+        Markup('<span><span style="height: {:.1f}%"></span></span>').format(100 * (rate or 0))
+        for rate in value
+    )
+    return Markup('<span class="spark" title="{}">{}</span>').format(positions(value), bars)
+
+
+def _lines(text: str) -> Markup:
+    """Return a text with its line breaks, but without what would reverse or hide it."""
+    return escape(escaped(text))
+
+
+def _text(value: Any) -> Any:
+    """Return a text without the characters that reverse its direction or that no file can hold."""
+    return shown(value, LONGEST_TEXT) if type(value) is str else value

@@ -203,7 +203,7 @@ class Ranks:
             if problem is not None:
                 raise HeldError(problem)
             if not self.is_main:
-                stack.enter_context(attend(place))
+                stack.enter_context(attend(place, self.rank))
             yield
 
     @contextmanager

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar, runtime_checkable
@@ -59,7 +58,7 @@ class Terminal(Console):
 
 console = Terminal(soft_wrap=True)
 LINE_EVERY_S = 10.0  # how often a log that is not a terminal gets a line
-MOST_MARKS = 1000  # of a bar's times that are kept
+SPEED_OF_S = 3600.0  # the speed is that of at most so many seconds, and of 1000 steps
 
 
 Item = TypeVar("Item")
@@ -83,40 +82,11 @@ def silently(note: str) -> None:
     """Tell nobody: a `Tell`."""
 
 
-class RecentSpeed:
-    """How long is left, by the time that the recent half of the units took.
-
-    The first units are slow (caches fill, kernels compile): the very first never counts.
-    """
-
-    def __init__(self, total: int, done: int) -> None:
-        self.total, self.begun = total, done
-        self._marks = [(done, time.monotonic())]  # how many units were done when
-
-    def add(self, advance: int) -> None:
-        """Note that units were done."""
-        self._marks.append((self._marks[-1][0] + advance, time.monotonic()))
-        if len(self._marks) > MOST_MARKS:
-            del self._marks[2:-1:2]
-
-    def left_s(self) -> float | None:
-        """Return the seconds that are left, None while unknown."""
-        done, at = self._marks[-1]
-        if done >= self.total:
-            return 0.0
-        middle = bisect_right(self._marks, (self.begun + done) / 2, key=lambda mark: mark[0]) - 1
-        before, since = self._marks[max(middle, 1)] if len(self._marks) > 1 else self._marks[0]
-        if before == done:
-            return None
-        unit = (at - since) / (done - before)
-        return unit * (self.total - done) - min(time.monotonic() - at, unit)
-
-
 class TimeLeft(ProgressColumn):
-    """The time left, by the task's `RecentSpeed`."""
+    """The time left, by the speed of the last units; the very first, a slow one, never counts."""
 
     def render(self, task: Task) -> Text:
-        return Text(_duration(task.fields["speed"].left_s()))
+        return Text(_duration(task.time_remaining))
 
 
 def _duration(seconds: float | None) -> str:
@@ -133,44 +103,36 @@ def progress(description: str, total: int, done: int = 0, show: bool = True) -> 
     if not show:
         yield silent
         return
-    speed = RecentSpeed(total, done)
-    if console.is_terminal:
-        bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeLeft(),
-            TextColumn("{task.fields[note]}", markup=False),
-            console=console,
-        )
-        with bar:
-            task = bar.add_task(description, total=total, completed=done, note="", speed=speed)
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeLeft(),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=console,
+        disable=not console.is_terminal,
+        speed_estimate_period=SPEED_OF_S,
+        get_time=time.monotonic,
+    )
+    last = time.monotonic()
+    with bar:
+        bar.add_task(description, total=total, completed=done, note="")
+        (task,) = bar.tasks
 
-            def move(advance: int = 1, note: str = "") -> None:
-                if advance:
-                    speed.add(advance)
-                bar.update(task, advance=advance, note=note)
+        def tick(advance: int = 1, note: str = "") -> None:
+            nonlocal last
+            bar.update(task.id, advance=advance, note=note)
+            now, unfinished = time.monotonic(), task.completed < total or not advance
+            if console.is_terminal or (unfinished and now - last < LINE_EVERY_S):
+                return
+            last = now
+            times = f"{_duration(task.elapsed)} left {_duration(task.time_remaining)}"
+            text = f"{description} {int(task.completed)}/{total} {times} {note}"
+            print(escaped(text.rstrip()), flush=True)
 
-            yield move
-        return
-    start = last = time.monotonic()
-    count = done
-
-    def tick(advance: int = 1, note: str = "") -> None:
-        nonlocal last, count
-        count += advance
-        if advance:
-            speed.add(advance)
-        now = time.monotonic()
-        if (count < total or not advance) and now - last < LINE_EVERY_S:
-            return
-        last = now
-        times = f"{_duration(now - start)} left {_duration(speed.left_s())}"
-        print(escaped(f"{description} {count}/{total} {times} {note}".rstrip()), flush=True)
-
-    yield tick
+        yield tick
 
 
 def followed(description: str, items: Sequence[Item], show: bool = True) -> Iterator[Item]:

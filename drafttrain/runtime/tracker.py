@@ -31,8 +31,6 @@ METRICS_FILE = "metrics.jsonl"
 LOSS, TOKENS, SPEED = "train/loss", "train/tokens", "perf/tokens_per_s"
 ACCEPTANCE_LENGTH = "val/acceptance_length"
 EXPECTED_LENGTH = "val/expected_acceptance_length"
-# The loss of a target that training changes, on held-out texts, and what it was before.
-TARGET_LOSS, TARGET_LOSS_BEFORE = "val/target_loss", "val/target_loss_before"
 WANDB_ID_FILE = "wandb/run_id"
 MODES = ("auto", "online", "offline")
 

@@ -1,6 +1,6 @@
 """The frozen target: hidden states for training, and a key-value cache that can be rolled back."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -57,7 +57,6 @@ class Target:
         # Which layers are where, if their weights are not whole on one device of this process.
         self.where = ""
         self.config: ModelConfig | None = None  # None where no configuration named the target
-        self.changed_by = ""  # the drafter whose changes its weights have, "" if they are as loaded
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,43 +98,6 @@ class Target:
         Where the layers are not whole in this process, any use of it raises ValueError.
         """
         return Scattered(self.where) if self.where else self.model
-
-    def check_changeable(self) -> None:
-        """Raise ValueError unless `change` can reach every weight."""
-        quantised = getattr(self.model.config, "quantization_config", None) is not None
-        if self.where or quantised:
-            why = self.where or "they are quantised"
-            raise ValueError(
-                f"a drafter that changes the weights of {self.spec.name} needs them whole on one "
-                f"device and not quantised, got: {why}; use hardware.target_placement=device and "
-                "model.quantization=null"
-            )
-
-    @torch.no_grad()
-    def change(self, changes: Mapping[str, Float[Tensor, "out in"]]) -> None:
-        """Add numbers to weights of the decoder, by name, in place.
-
-        An inflated weight is larger, and takes them where the original's numbers are.
-        """
-        self.check_changeable()
-        for name, change in changes.items():
-            rows, columns = change.shape
-            part = self.decoder.get_parameter(name)[:rows, :columns]
-            part.copy_(part.float() + change.to(part.device, torch.float32))
-
-    @contextmanager
-    def changed(self, changes: Mapping[str, Float[Tensor, "out in"]]) -> Iterator[None]:
-        """Decode with these numbers added to the weights while the block lasts."""
-        with torch.no_grad():
-            before = {name: self.decoder.get_parameter(name).clone() for name in changes}
-        try:
-            if changes:
-                self.change(changes)
-            yield
-        finally:
-            with torch.no_grad():
-                for name, weight in before.items():
-                    self.decoder.get_parameter(name).copy_(weight)
 
     def in_step(self) -> AbstractContextManager[None]:
         """Let ranks take different numbers of steps; a whole target needs nothing for that."""

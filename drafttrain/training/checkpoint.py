@@ -251,7 +251,7 @@ class Checkpoints:
             return {}
         with suppress(UntrustedError):
             index = read_object(path)
-            whole = index.pop("sha256", None) in (None, _digest(index))
+            whole = index.pop("sha256", None) == _digest(index)
             named = [name for name in index.values() if name is not None]
             if whole and set(index) == {"latest", "best"} and all(map(_is_name, named)):
                 return index
@@ -373,11 +373,7 @@ def _read_state(folder: Path) -> _Record:
         text = read_bytes(path, MAX_JSON_BYTES)
         content = parse_json(text, "it")
         record = typed(_Record, text, "it")
-        if "state_sha256" in content:  # older runs: the digest did not cover the file records
-            recorded, found = content["state_sha256"], _digest(content["state"])
-        else:
-            recorded, found = content.pop("sha256", None), _digest(content)
-        if recorded == found and WEIGHTS_FILE in record.files:
+        if content.pop("sha256", None) == _digest(content) and WEIGHTS_FILE in record.files:
             return record
         problem = "it is damaged or changed"
     except FileNotFoundError:

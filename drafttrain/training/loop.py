@@ -33,8 +33,10 @@ from drafttrain.runtime.untrusted_input import Count, typed
 from drafttrain.training.checkpoint import Checkpoints, TrainState
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.engine import Engine, NonFiniteError
-from drafttrain.training.noise import uniforms
 
+# Two multipliers and three shifts with the least known bias for a hash of 32 bits (Wellons, "Hash
+# Prospector", 2018). Integers of 32 bits wrap around, on every device alike.
+MULTIPLIERS = 0x21F0AAAD, 0x735A2D97
 METRIC = ACCEPTANCE_LENGTH  # it defines "best", and is measured in the real decode loop
 ERROR = "_error"  # ends the name of a metric's standard error
 
@@ -73,7 +75,7 @@ def resumed(
     now = {"metric": metric, "yardstick": yardstick, "dtype": dtype_name(engine.dtype)}
     fresh = TrainState(0, 0, batches.state_dict(), None, spec.fingerprint, now)
     state = checkpoints.resume(engine) or fresh
-    before = now | {"metric": METRIC} | state.extra  # an older checkpoint tells less
+    before = {key: state.extra.get(key) for key in now}
     if before["metric"] != metric:
         raise ValueError(
             f"a resumed run must be validated as before, by {before['metric']}, got {metric}: set "
@@ -153,7 +155,7 @@ def train(
                     # Of two that the prompts cannot tell apart, the one trained longer is better.
                     # The highest is kept too, or a slow decline would pass for no difference.
                     best = state.best_metric
-                    highest = None if best is None else state.extra.get("highest", best)
+                    highest = None if best is None else state.extra.get("highest")
                     improved = highest is None or now >= highest - error
                     # A finished run that is resumed measures its best weights again.
                     if improved and best is not None and state.step == saved:
@@ -183,13 +185,10 @@ def train(
             group = batches.next_group()
             meter.wait_s += time.monotonic() - asked
             lr = config.lr_at(state.step)
-            done = state.step / config.max_steps
             chance = StepChance(seed, state.step)
             seed_generators(seed, state.step, engine.rank)
             try:
-                grad_norm = optimizer_step(
-                    engine, target, group, chance, lr, meter, agreement, done
-                )
+                grad_norm = optimizer_step(engine, target, group, chance, lr, meter, agreement)
             except NonFiniteError as error:
                 tracker.log(state.step + 1, {LOSS: math.nan, "train/lr": lr})
                 raise NonFiniteError(
@@ -219,12 +218,8 @@ def optimizer_step(
     lr: float,
     meter: "Meter",
     agreement: "StopVote",
-    done: float = 0.0,
 ) -> float:
-    """Accumulate the micro batches of one step and take the step; return the gradient's norm.
-
-    done: the share of the steps that are taken.
-    """
+    """Accumulate the micro batches of one step and take the step; return the gradient's norm."""
     drafter = engine.module
     assert isinstance(drafter, Drafter)
     batches = [placed(batch, engine.device) for batch in group.batches]
@@ -247,7 +242,7 @@ def optimizer_step(
             meter.add(name, term)
     meter.steps(loss_tokens, group.tokens)
     agreement.ask()
-    return engine.step(lr, drafter.rates(done))
+    return engine.step(lr)
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:
@@ -291,7 +286,7 @@ class MeterState:
     loss_tokens: Count
     tokens: Count
     busy_s: float
-    wait_s: float = 0.0  # older checkpoints lack it
+    wait_s: float
 
 
 class Meter:
@@ -394,3 +389,30 @@ class Meter:
         metrics["perf/data_wait_share"] = self.wait_s / busy_s
         self._reset()
         return metrics
+
+
+def uniforms(
+    seed: int, document: Int[Tensor, "batch seq"], width: int
+) -> Float[Tensor, "batch seq width"]:
+    """Return uniforms in [0, 1), keyed by seed, conversation and place in it; zeros at padding."""
+    places = torch.arange(document.shape[1], device=document.device)
+    begins = document != document.roll(1, dims=1)
+    begins[:, 0] = True
+    first = torch.where(begins, places, 0).cummax(dim=1).values
+    tokens = _hashed(_hashed(document.int() ^ (seed & 0x7FFFFFFF)) + (places - first).int())
+    channels = _hashed(torch.arange(width, dtype=torch.int32, device=document.device))
+    bits = _hashed(tokens[..., None] ^ channels) >> 8
+    drawn = bits.float().mul_(2.0**-24).add_(0.5)
+    return drawn.mul_((document >= 0)[..., None])
+
+
+def _hashed(values: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+    mixed = _folded(values, 16).mul_(MULTIPLIERS[0])
+    mixed = _folded(mixed, 15).mul_(MULTIPLIERS[1])
+    return _folded(mixed, 15)
+
+
+def _folded(values: Tensor, shift: int) -> Tensor:
+    # A shift to the right repeats the sign; the mask makes it a shift of plain bits.
+    shifted = (values >> shift).bitwise_and_((1 << (32 - shift)) - 1)
+    return shifted.bitwise_xor_(values)

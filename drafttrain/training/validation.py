@@ -7,18 +7,14 @@ from typing import Any
 import torch
 
 from drafttrain.core.chance import SeededChance
-from drafttrain.core.losses import hard_cross_entropy
-from drafttrain.core.placed_batch import placed, positions_to_predict
 from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Counters, Sample
-from drafttrain.data.batches import collate
 from drafttrain.data.chat import prompt_of
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.decode.rows import context_of
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import Tell, silently
-from drafttrain.runtime.tracker import TARGET_LOSS, TARGET_LOSS_BEFORE
 from drafttrain.target.model import Target
 from drafttrain.training.engine.engine import Engine
 from drafttrain.training.loop import ERROR, METRIC
@@ -61,32 +57,18 @@ class Validation:
         # Acceptance lengths compare only where all of these are the same. Definition 1 counted a
         # bonus token for drafts that the end of the text cut.
         self.yardstick = {"depth": self.depth, "prompts": num_prompts, "tokens": max_new_tokens}
-        self.yardstick["definition"] = 2
-        self.texts = list(held_out)[:num_prompts]
-        self._loss_before: float | None = None
         self.rows: list[tuple[int, Counters]] = []
 
     @torch.no_grad()
     def __call__(self, tell: Tell = silently) -> dict[str, float] | None:
-        """Return acceptance metrics over all ranks' prompts; None if a rank was asked to stop.
-
-        Where training changes the target, also its loss on the held-out texts, and before.
-        """
+        """Return acceptance metrics over all ranks' prompts; None if a rank was asked to stop."""
         drafter = self.engine.copy_of_module().eval()
         assert isinstance(drafter, Drafter)
-        changes = drafter.target_changes()
         drafter.to(self.draft_dtype)
         ranks = self.engine.ranks
         own: list[tuple[int, dict[str, Any]]] = []
         given_up = False
-        losses = {}
-        if drafter.changes_target:
-            if self._loss_before is None:
-                self._loss_before = self._next_token_loss()
-            losses[TARGET_LOSS_BEFORE] = self._loss_before
-        with self.target.changed(changes), self.target.in_step():
-            if drafter.changes_target:
-                losses[TARGET_LOSS] = self._next_token_loss()
+        with self.target.in_step():
             mine = self.prompts[ranks.rank :: ranks.world_size]
             for place, (index, prompt) in enumerate(mine):
                 tell(f"validating {place}/{len(mine)}")
@@ -115,30 +97,13 @@ class Validation:
         drafts = max(total.num_drafts, 1)
         length = total.acceptance_length or 1.0
         off = [counters.yielded - length * counters.num_drafts for _, counters in self.rows]
-        metrics = {self.metric: length, **losses}
+        metrics = {self.metric: length}
         if len(off) > 1:  # the standard error of a ratio of sums over prompts
             variance = sum(value**2 for value in off) * len(off) / (len(off) - 1)
             metrics[f"{self.metric}{ERROR}"] = math.sqrt(variance) / drafts
         for position, count in enumerate(positions, start=1):
             metrics[f"val/acceptance_position_{position}"] = count / drafts
         return metrics
-
-    def _next_token_loss(self) -> float:
-        """Return the target's cross-entropy on trained tokens of held-out texts, in nats a token.
-
-        Every rank takes its share of the texts.
-        """
-        ranks = self.engine.ranks
-        sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-        for sample in self.texts[ranks.rank :: ranks.world_size]:
-            batch = placed(collate([sample]), ranks.device)
-            final = self.target.features(batch, ()).final_hidden
-            rows, ahead = positions_to_predict(batch, 1)
-            logits = self.target.readout.float32_logits(final[rows, ahead - 1])
-            sums[0] += hard_cross_entropy(logits, batch.tokens[rows, ahead]).sum()
-            sums[1] += len(rows)
-        total, count = ranks.sum_over_ranks(sums).tolist()
-        return total / max(count, 1)
 
     def table(self) -> tuple[list[str], list[list[float]]]:
         """Return columns and rows of all prompts in the last validation, the same on every rank."""

@@ -461,22 +461,6 @@ def test_an_adaptive_chain_takes_what_tune_timed(
     file.unlink()
 
 
-def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: Path) -> None:
-    file = run / "config.yaml"
-    saved = yaml.safe_load(file.read_text())
-    content = file.read_text()
-    for key in ("inflate", "quantization"):
-        del saved["model"][key]
-    del saved["drafter"]["losses"]
-    saved["eval"]["tuned"] = False  # a key that there was
-    try:
-        file.write_text(yaml.safe_dump(saved))
-        arguments = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=old"]
-        assert main([*arguments, "eval.lossless_prompts=0"]) == 0
-    finally:
-        file.write_text(content)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

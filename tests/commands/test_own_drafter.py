@@ -14,10 +14,10 @@ from published import eagle, edited
 from safetensors.torch import load_file
 
 from drafttrain.__main__ import main
-from drafttrain.commands.setup.own_layouts import own_layouts
+from drafttrain.commands.setup.target_and_drafter import own_layouts
 from drafttrain.config.groups import own_choices
+from drafttrain.formats.read.admit import recognise
 from drafttrain.formats.read.folder import open_folder
-from drafttrain.formats.read.recognise import recognise
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
 

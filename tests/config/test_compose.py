@@ -26,7 +26,7 @@ from drafttrain.config.groups import (
 )
 from drafttrain.config.help import EXAMPLES, MOST_USED, documented, headline
 from drafttrain.config.overrides import UsageError
-from drafttrain.config.sections import COMMANDS, SECTIONS, EvaluateConfig, ExportConfig, TrainConfig
+from drafttrain.config.sections import COMMANDS, SECTIONS, EvaluateConfig, TrainConfig
 from drafttrain.runtime.run_folder import RunConfig, check_run_folder, load_config, write_config
 
 GOLDEN = ROOT / "tests" / "golden" / "config_train.yaml"
@@ -419,27 +419,6 @@ def test_a_run_whose_config_is_broken_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: {}")
     with pytest.raises(ValueError, match="has no section"):
         compose("evaluate", [f"run.dir={tmp_path}"])
-
-
-@pytest.mark.parametrize("named", [False, True], ids=["by its choice", "by a name of its own"])
-def test_a_run_saved_before_keys_were_added_is_read(tmp_path: Path, named: bool) -> None:
-    config = typed(compose("train", ["run.name=demo", "eval=gsm8k"]), TrainConfig)
-    write_config(config, tmp_path / "config.yaml")
-    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    for key in ("model.shape", "hardware.ranks", "hardware.check_fit", "eval.before"):
-        section, _, name = key.partition(".")
-        del saved[section][name]
-    for section in ("features", "vllm"):
-        del saved[section]
-    if named:
-        for section in ("model", "hardware", "trainer", "deepspeed"):
-            saved[section]["name"] = "mine"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
-    read = recorded(tmp_path, TrainConfig, "run.init_from")
-    assert (read.hardware.ranks, read.eval.before, read.features.name) == ("auto", True, "online")
-    assert read.model.shape is None
-    for command, schema in (("evaluate", EvaluateConfig), ("export", ExportConfig)):
-        typed(compose(command, [f"run.dir={tmp_path}"]), schema)
 
 
 def test_a_target_is_called_after_its_folder(tmp_path: Path) -> None:

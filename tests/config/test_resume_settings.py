@@ -74,32 +74,6 @@ def test_where_no_run_is_there_is_nothing_to_restore(begun: TrainConfig) -> None
     assert train_config("run.name=mine", "run.resume=true").drafter.name == "eagle3"
 
 
-def test_a_run_from_before_a_key_was_added_is_restored_with_its_default(
-    begun: TrainConfig,
-) -> None:
-    saved = load_config(Path("outputs/mine"))
-    del saved["vllm"], saved["trainer"]["beta2"], saved["run"]["allow_changes"]
-    Path("outputs/mine/config.yaml").write_text(yaml.safe_dump(saved))
-    again = train_config("run.name=mine", "run.resume=true")
-    assert again.trainer == begun.trainer
-    assert check_resumed(again) == []
-
-
-def test_a_run_from_before_there_was_a_choice_of_optimizers_keeps_adamw(
-    begun: TrainConfig,
-) -> None:
-    assert begun.optimizer.muon
-    saved = load_config(Path("outputs/mine"))
-    del saved["optimizer"]
-    Path("outputs/mine/config.yaml").write_text(yaml.safe_dump(saved))
-    again = train_config("run.name=mine", "run.resume=true")
-    assert again.optimizer.name == "adamw"
-    assert not again.optimizer.muon
-    assert check_resumed(again) == []
-    with pytest.raises(ValueError, match=r"optimizer\.muon must be false to resume.*got true"):
-        check_resumed(train_config("run.name=mine", "run.resume=true", "optimizer=muon"))
-
-
 def test_deepspeed_takes_adamw_unless_it_is_told_otherwise() -> None:
     assert train_config().optimizer.muon
     assert not train_config("deepspeed=zero2").optimizer.muon

@@ -73,6 +73,54 @@ def test_nor_is_one_that_is_read_after_the_choice_was_made(theirs: Path) -> None
     assert not (theirs.parent / "it ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("told", "section"),
+    [
+        ("train run.resume=true run.dir=theirs", "drafter"),
+        ("train run.init_from=theirs run.dir=new", "drafter"),
+        ("plan hardware=cpu plan.measured=theirs", "optimizer"),
+        ("plan hardware=cpu run.dir=theirs", "trainer"),
+        ("evaluate run.dir=theirs", "model"),
+        ("export run.dir=theirs", "drafter"),
+    ],
+)
+def test_a_run_of_another_version_is_refused_in_one_line(
+    told: str, section: str, theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = yaml.safe_load((theirs / "config.yaml").read_text())
+    missing = [key for key in whole[section] if key not in ("name", "_target_")][-1]
+    change(theirs, **{section: {"key_of_old": 1}})
+    assert main(told.split()) == 2
+    said = capsys.readouterr().err
+    assert f"{section}.key_of_old is not a field of" in said
+    assert said.count("\n") == 1
+    del whole[section][missing]
+    (theirs / "config.yaml").write_text(yaml.safe_dump(whole))
+    assert main(told.split()) == 2
+    said = capsys.readouterr().err
+    assert f"a run must have {section}.{missing}, but another version wrote it; add" in said
+    assert said.count("\n") == 1
+
+
+def test_a_run_without_one_of_its_sections_is_not_resumed(
+    theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = yaml.safe_load((theirs / "config.yaml").read_text())
+    del whole["optimizer"]  # else another optimizer would take its steps from here on
+    (theirs / "config.yaml").write_text(yaml.safe_dump(whole))
+    assert main(["train", "run.resume=true", f"run.dir={theirs}"]) == 2
+    assert capsys.readouterr().err == "error: the config.yaml of run.dir has no section optimizer\n"
+    del whole["run"]["init_from"]
+    (theirs / "config.yaml").write_text(yaml.safe_dump(whole))
+    assert main(["train", "run.resume=true", f"run.dir={theirs}"]) == 2
+
+
+def test_a_folder_may_be_called_as_a_choice_of_another_class(theirs: Path) -> None:
+    """Such as that of a target, by which model.path=DIR names it."""
+    change(theirs, model={"name": "random"})
+    assert recorded(theirs, TrainConfig, "run.init_from").model.name == "random"
+
+
 @pytest.mark.parametrize("command", ["evaluate", "tune", "export"])
 def test_what_a_run_of_others_holds_asks_for_no_other_value(
     command: str, theirs: Path, capsys: pytest.CaptureFixture[str]

@@ -1,11 +1,12 @@
 """A sweep: which jobs a command line stands for, what they are called and where they write."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from drafttrain.config.compose import compose, typed
-from drafttrain.config.groups import choices, own_choices, read_choice
+from drafttrain.config.groups import own_choices, read_choice
 from drafttrain.config.overrides import parse
 from drafttrain.config.sections import TrainConfig
 from drafttrain.config.sweep import _values, listed, several, sweep_of
@@ -149,13 +150,23 @@ def test_an_experiment_gives_the_values_to_sweep_over(tmp_path: Path) -> None:
             sweep_of("train", ["+experiment=flat"])
 
 
-SWEEPING = [name for name, file in choices("experiment").items() if "hydra" in read_choice(file)]
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "conf"
+SWEEPING = [
+    file for file in sorted(BENCHMARKS.glob("experiment/*.yaml")) if "hydra" in read_choice(file)
+]
 
 
-@pytest.mark.parametrize("name", SWEEPING)
-def test_every_experiment_that_sweeps_composes_all_its_jobs(name: str) -> None:
+@pytest.fixture
+def of_benchmarks() -> Iterator[None]:
+    with own_choices(BENCHMARKS):
+        yield
+
+
+@pytest.mark.usefixtures("of_benchmarks")
+@pytest.mark.parametrize("file", SWEEPING, ids=lambda file: file.stem)
+def test_every_experiment_of_the_benchmarks_composes_all_its_jobs(file: Path) -> None:
     """Each value of each key is in one of the jobs that are composed, if not with every other."""
-    params = read_choice(choices("experiment")[name])["hydra"]["sweeper"]["params"]
+    name, params = file.stem, read_choice(file)["hydra"]["sweeper"]["params"]
     parsed = parse("train", [f"{key}={text}" for key, text in params.items()], sweeps=True)
     values = [_values(override) for override in parsed]
     most = max(map(len, values))

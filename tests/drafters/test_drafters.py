@@ -26,8 +26,13 @@ from drafttrain.decode.autoregressive import autoregressive_decode, autoregressi
 from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.decode.verify import Lenience
-from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState, TrainingChance
-from drafttrain.drafters.shared.members import JoinedConfig
+from drafttrain.drafters.base import (
+    Drafter,
+    DrafterConfig,
+    DraftState,
+    JoinedConfig,
+    TrainingChance,
+)
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.store.shards import kept_positions
 
@@ -44,7 +49,6 @@ TINY: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab_coverage": 0.85},
     "eagle3_1": {"draft_vocab_coverage": 0.85},
     "p_eagle": {"draft_vocab_coverage": 0.85, "num_layers": 2, "unroll": 4, "cod_ratio": 1.0},
-    "medusa2/last": {"lora_layers": 2, "lora_rank": 4},
     "small_lm": {"hidden_size": 48, "intermediate_size": 64, "num_key_value_heads": 1},
 }
 MEMBERS = ["eagle3", "medusa", "ngram", "two_model"]  # of the drafter that joins others
@@ -79,8 +83,6 @@ def random_drafter(name: str, target: Target, **overrides: Any) -> Drafter:
     if target.tokenizer is not None:
         drafter.attach(target.tokenizer)
     if drafter.config.trainable:
-        if drafter.changes_target:
-            drafter.initialise(target.model, target.tokenizer)
         drafter.prepare(torch.arange(target.spec.vocab_size), target.readout)
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
@@ -296,8 +298,7 @@ def test_stepped_expansion_gives_the_loss_of_the_training_forward(
             one = Batch(batch.tokens, wanted[None], batch.positions, batch.document)
             terms = drafter(one, features, NoChance())
             term = terms[drafter.depth_terms[depth - 1]]
-            with target.changed(drafter.target_changes()):
-                logits = stepped_logits(drafter, target, tokens, ahead - depth, depth)
+            logits = stepped_logits(drafter, target, tokens, ahead - depth, depth)
             expected = expected_loss(name, drafter, target, features, logits, tokens, ahead)
             if name.split("/")[0] not in OURS and not isinstance(drafter.config, TokenLossConfig):
                 # It may be on the text, as Medusa's.
@@ -324,7 +325,7 @@ def expected_loss(
 ) -> torch.Tensor:
     """The family's loss on the token at `ahead`, from its definition."""
     name = name.split("/")[0]
-    if name in ("medusa", "medusa2", "dflash", "hydra_heads", "mlp_speculator", "mtp", "redrafter"):
+    if name in ("medusa", "dflash", "hydra_heads", "mlp_speculator", "mtp", "redrafter"):
         return losses.hard_cross_entropy(logits, torch.tensor([tokens[ahead]])).sum()
     distribution = target.readout.logits(features.final_hidden[:, ahead - 1])
     if name == "hass":
@@ -386,8 +387,7 @@ def test_rows_may_end_before_the_drafter_has_read_anything(name: str, target: Ta
     """As where the first token of a row is its last, or while a policy does not draft."""
     drafter = random_drafter(name, target)
     rows = [[1, 20, 33, 41, 20], [1, 60, 7, 9, 12], [2, 33, 41, 20, 52]]
-    with target.changed(drafter.target_changes()):
-        features = target.features(as_batch(*rows), drafter.captures)
+    features = target.features(as_batch(*rows), drafter.captures)
     tokens = torch.tensor([[*row[1:], 70] for row in rows])
 
     def begun(kept: list[int]) -> DraftState:
@@ -513,8 +513,6 @@ def overfitted(target: Target) -> Callable[[str], tuple[Drafter, list[int], list
             else {}
         )
         drafter = build(name, target.spec, **whole)
-        if drafter.changes_target:
-            drafter.initialise(target.model, target.tokenizer)
         drafter.prepare(counts, target.readout)
         features = target.features(batch, drafter.captures)
         optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
@@ -534,17 +532,16 @@ def test_overfitting_one_conversation_reaches_full_acceptance_in_the_real_loop(
     name: str, target: Target, overfitted: Callable[[str], tuple[Drafter, list[int], list[int]]]
 ) -> None:
     drafter, prompt, output = overfitted(name)
-    with target.changed(drafter.target_changes()):
-        decoded = speculative_decode(
-            target,
-            drafter,
-            prompt,
-            policy=3,
-            sampling=GREEDY,
-            max_new_tokens=len(output),
-            chance=SeededChance(0),
-            stop_tokens=[],
-        )
+    decoded = speculative_decode(
+        target,
+        drafter,
+        prompt,
+        policy=3,
+        sampling=GREEDY,
+        max_new_tokens=len(output),
+        chance=SeededChance(0),
+        stop_tokens=[],
+    )
     assert list(decoded.tokens) == output
     counters = decoded.stats.trimmed
     assert counters.num_accepted_tokens == counters.num_draft_tokens, counters
@@ -555,8 +552,7 @@ def test_teacher_forced_replay_accepts_what_the_loop_accepted(
     name: str, target: Target, overfitted: Callable[[str], tuple[Drafter, list[int], list[int]]]
 ) -> None:
     drafter, prompt, output = overfitted(name)
-    with target.changed(drafter.target_changes()):
-        replay_past_the_text(target, drafter, prompt, output)
+    replay_past_the_text(target, drafter, prompt, output)
 
 
 def replay_past_the_text(
@@ -625,7 +621,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"original_max_position_embeddings": 32}
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3", "dflash", "early_exit", "medusa2"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "dflash", "early_exit"])
 @pytest.mark.parametrize(
     ("scaling", "said"),
     [

@@ -10,7 +10,6 @@ import torch
 from builders import model_config
 from test_drafters import as_batch, build, losses_of, random_drafter, stepped_logits
 
-from drafttrain.config.groups import complete
 from drafttrain.core.readout import Readout
 from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.target.model import Target, load_target
@@ -100,15 +99,3 @@ def test_a_table_of_its_own_is_not_scaled(target: Target) -> None:
     drafter: Any = build("eagle", target.spec, own_embedding=True)
     drafter.prepare(torch.ones(target.spec.vocab_size, dtype=torch.long), target.readout)
     assert drafter.scale.value() == 1.0
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_older_runs_read_embeddings_as_they_are(family: str) -> None:
-    saved = {"drafter": {"name": family}}
-    assert complete("drafter", saved)["scale_embeddings"] is False
-    saved["drafter"] = {"name": family, "scale_embeddings": True}  # type: ignore[dict-item]
-    assert complete("drafter", saved)["scale_embeddings"] is True
-
-
-def test_nor_do_families_without_it_gain_the_key() -> None:
-    assert "scale_embeddings" not in complete("drafter", {"drafter": {"name": "medusa"}})

@@ -19,9 +19,8 @@ from drafttrain.core.types import Proposal, TargetFeatures
 from drafttrain.decode.draft import draft
 from drafttrain.decode.loop import Cycle, speculative_decode_batch
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
-from drafttrain.drafters.base import Drafter, DraftState
+from drafttrain.drafters.base import Drafter, DraftState, JoinedConfig
 from drafttrain.drafters.shared import merge
-from drafttrain.drafters.shared.members import JoinedConfig
 from drafttrain.drafters.shared.merge import merged, nodes_of
 from drafttrain.target.model import Target
 

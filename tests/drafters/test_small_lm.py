@@ -23,9 +23,8 @@ from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.shared.on_policy import answers_to_rewrite, in_own_words
 from drafttrain.drafters.small_lm import SmallLMConfig, lasting, narrow_image, with_layers_of
-from drafttrain.formats.write import layout
 from drafttrain.formats.write.config import ExportSettings
-from drafttrain.formats.write.export import Exported, export_drafter
+from drafttrain.formats.write.export import Exported, check, export_drafter
 from drafttrain.report.card import CardData
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.pretrained.models import EMBEDDED, load_tokenizer
@@ -479,7 +478,7 @@ def test_every_missing_unknown_or_misshapen_tensor_is_named(target: Target) -> N
 
     def complaint(config: dict[str, Any], tensors: dict[str, Any]) -> str:
         try:
-            layout.check(config, tensors, target.spec, (), SmallLMConfig.layout)
+            check(config, tensors, target.spec, (), SmallLMConfig.layout)
         except ValueError as error:
             return str(error)
         return ""

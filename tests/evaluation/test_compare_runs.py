@@ -1,5 +1,6 @@
 """compare: numbers that a computation by hand confirms, seeds as one method, clear refusals."""
 
+import hashlib
 import io
 import json
 import math
@@ -30,13 +31,13 @@ from drafttrain.report.build import certified
 from drafttrain.report.comparison import Comparison
 from drafttrain.report.config import CompareSettings
 from drafttrain.report.definitions import COMPARED, DEFINITIONS
-from drafttrain.report.html import html as page_of
 from drafttrain.report.markdown import markdown as text_of
 from drafttrain.report.phrases import cell
 from drafttrain.report.plots import comparison_figures
 from drafttrain.report.results import Change, Check, Estimate, LosslessCheck, TimingInfo
-from drafttrain.report.terminal import rich_table
+from drafttrain.report.tables import rich_table
 from drafttrain.report.write import as_data, as_json
+from drafttrain.report.write import html as page_of
 from drafttrain.runtime.run_folder import write_config
 from drafttrain.runtime.untrusted_input import typed as read_as
 from drafttrain.training.checkpoint import WEIGHTS_FILE, TrainState, _write_state
@@ -107,6 +108,14 @@ def write_run(
         }
         save_file(weights, checkpoint / WEIGHTS_FILE)
         _write_state(checkpoint, TrainState(10, tokens, {}, None, FINGERPRINT, {}))
+    source = changes.get("prompts", {}).get("source", "prompts.jsonl")
+    prompts = {
+        "source": source,
+        "sha256": hashlib.sha256(source.encode()).hexdigest(),
+        "num_prompts": 16,
+        "template": "chat",
+        "template_kwargs": {},
+    }
     arguments: dict[str, Any] = {
         "drafter": drafter,
         "max_new_tokens": 64,
@@ -116,11 +125,11 @@ def write_run(
             "target_fingerprint": FINGERPRINT,
             "hardware": {"cpu": "one", "gpus": []},
         },
-        "prompts": {"source": "prompts.jsonl"},
         "notes": [],
         "resamples": 100,
     }
-    report = built(measured, **{**arguments, **changes})
+    arguments |= changes
+    report = built(measured, **{**arguments, "prompts": prompts | changes.get("prompts", {})})
     place = folder / "evaluations" / evaluation
     place.mkdir(parents=True, exist_ok=True)
     (place / "report.json").write_text(as_json(as_data(report)))
@@ -648,8 +657,8 @@ def test_prompts_of_other_texts_are_not_paired_by_their_ids(tmp_path: Path) -> N
         compared(a, edited)
     again = run("again", sha256="12" * 32, source="/home/me/prompts.jsonl")
     assert compared(a, again)["prompts"]["num_prompts"] == 16, "the same texts by another path"
-    same, older, fewer = run("same", sha256="12" * 32), run("older"), run("fewer", 10, sha256="56")
-    assert compared(a, same, older, fewer)["prompts"]["num_prompts"] == 10
+    same, fewer = run("same", sha256="12" * 32), run("fewer", 10, sha256="56")
+    assert compared(a, same, fewer)["prompts"]["num_prompts"] == 10
     with pytest.raises(
         ValueError, match=r"same texts under eval\.prompts .*fewer has 56 .*other has"
     ):
@@ -665,17 +674,16 @@ def test_prompts_that_became_other_text_are_not_compared(tmp_path: Path) -> None
     )
     with pytest.raises(ValueError, match=r"same data\.template_kwargs .*a has \{\} and .*_th"):
         compared(a, b)
-    older = write_run(tmp_path / "c", results(), overrides=("drafter.unroll=2",))
-    assert compared(a, older)["conditions"]["data.template"] == "chat"
-    with pytest.raises(ValueError, match=r"same data\.template_kwargs .*a has .*b has"):
-        compared(older, a, b)
 
 
-def test_a_report_from_before_batches_had_one_row(tmp_path: Path) -> None:
-    a = write_run(tmp_path / "a", results())
-    b = write_run(tmp_path / "b", results())
-    change(tmp_path / "b", lambda report: report.pop("batch_size"))
-    assert compared(a, b)["conditions"]["eval.batch_size"] == 1
+@pytest.mark.parametrize("key", ["sha256", "template_kwargs"])
+def test_a_report_that_another_version_wrote_is_refused_in_one_line(
+    key: str, tmp_path: Path
+) -> None:
+    a, b = (write_run(tmp_path / name, results()) for name in "ab")
+    change(tmp_path / "b", lambda report: report["prompts"].pop(key))
+    with pytest.raises(ValueError, match=rf"report\.json must be a report .*{key}.*make it again"):
+        compared(a, b)
 
 
 def test_the_certificate_stands_beside_its_row(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from test_drafters import random_drafter
 
 from drafttrain.core.ops.ragged_cache import RaggedCache, run_decoder
-from drafttrain.evaluation.footprint import bytes_per_position, caches_of, extra_memory
+from drafttrain.evaluation.evaluate import bytes_per_position, caches_of, extra_memory
 from drafttrain.target.model import Target
 
 

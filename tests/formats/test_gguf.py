@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
 from drafttrain.drafters.small_lm import SmallLM
-from drafttrain.formats.write.export import Exported, export_drafter
-from drafttrain.formats.write.gguf import convert
+from drafttrain.formats.write.export import Exported, convert, export_drafter
 
 TYPES = {
     "dflash": "draft-dflash",

@@ -45,9 +45,8 @@ from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.decode.rows import check_room
 from drafttrain.drafters.base import Drafter, DrafterConfig
-from drafttrain.formats.read.admit import Admitted, AdmittedConfig, admit
+from drafttrain.formats.read.admit import Admitted, AdmittedConfig, admit, recognise
 from drafttrain.formats.read.folder import open_folder
-from drafttrain.formats.read.recognise import recognise
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.export import export_drafter
 from drafttrain.report.card import CardData

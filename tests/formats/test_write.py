@@ -23,11 +23,9 @@ from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.formats.read.folder import open_folder
-from drafttrain.formats.write import layout
 from drafttrain.formats.write.config import ExportSettings
-from drafttrain.formats.write.export import Exported, export_drafter
-from drafttrain.formats.write.precision import Precision
-from drafttrain.formats.write.rounding import read_back
+from drafttrain.formats.write.export import Exported, check, export_drafter
+from drafttrain.formats.write.precision import Precision, read_back
 from drafttrain.report.build import build_report
 from drafttrain.report.card import CardData, model_card, read_run, served_as
 from drafttrain.report.config import VerdictSettings
@@ -130,7 +128,7 @@ def complaint(
     drafter: Drafter, config: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> str | None:
     try:
-        layout.check(config, tensors, drafter.spec, drafter.captures, layout_of(drafter))
+        check(config, tensors, drafter.spec, drafter.captures, layout_of(drafter))
     except ValueError as error:
         return str(error)
     return None

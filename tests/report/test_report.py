@@ -24,7 +24,6 @@ from drafttrain.report.bootstrap import Resampling, interval
 from drafttrain.report.build import build_report, certified, sweep_point
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.document import Listing
-from drafttrain.report.html import html as page_of
 from drafttrain.report.markdown import markdown as text_of
 from drafttrain.report.metrics import ACCEPTANCE_LENGTH
 from drafttrain.report.pages import report_document
@@ -32,7 +31,6 @@ from drafttrain.report.pages import write_report as write_files
 from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.phrases import cell, rule_statement, speed
 from drafttrain.report.plots import batch_figure, bounds, report_figures
-from drafttrain.report.repetition import repeats
 from drafttrain.report.results import (
     PLAIN,
     Check,
@@ -42,10 +40,11 @@ from drafttrain.report.results import (
     Report,
     TimingInfo,
 )
+from drafttrain.report.tables import rich_table
 from drafttrain.report.tables import summary_table as summary_of
-from drafttrain.report.terminal import rich_table
-from drafttrain.report.totals import collect
+from drafttrain.report.totals import collect, repeats
 from drafttrain.report.write import as_data, as_json
+from drafttrain.report.write import html as page_of
 from drafttrain.runtime.untrusted_input import typed
 
 RESAMPLING = Resampling(resamples=2000, seed=0)

@@ -6,7 +6,7 @@ import re
 from rich.console import Console
 
 from drafttrain.report.results import Table
-from drafttrain.report.terminal import rich_table
+from drafttrain.report.tables import rich_table
 
 
 def printed(name: str, positions: str) -> str:

@@ -26,10 +26,9 @@ from drafttrain.core.types import Counters, PromptResult
 from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.metrics import length_difference
-from drafttrain.report.repetition import outside_repetition, repeats
 from drafttrain.report.results import Change, Estimate, ExtraMemory, LosslessCheck, Point
 from drafttrain.report.tables import stops_paying
-from drafttrain.report.totals import collect
+from drafttrain.report.totals import collect, outside_repetition, repeats
 from drafttrain.report.verdict import decide
 
 PRICED = VerdictSettings(1.05, 3.6, "EUR")  # a thousandth per second

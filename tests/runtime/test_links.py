@@ -8,11 +8,12 @@ import pytest
 from test_checkpoint import make_engine, saved, state_at
 
 from drafttrain.__main__ import main
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.sections import TrainConfig
 from drafttrain.runtime import disk
 from drafttrain.runtime.disk import LinkError, put_folder, refuse_links, remove, rename
+from drafttrain.runtime.run_folder import write_config
 from drafttrain.training.checkpoint import CheckpointError, Checkpoints, UnsavedError
-
-OLD = Path(__file__).parents[1] / "golden" / "v0.1"
 
 
 @pytest.fixture
@@ -25,6 +26,15 @@ def elsewhere(tmp_path: Path) -> Path:
     for name in ("report.json", "record.json", "index.json"):
         (folder / name).write_text("mine")
     return folder
+
+
+def put_run(run: Path) -> None:
+    """What commands read of a run before they look for links, and a checkpoint."""
+    (run / "checkpoints/step-000004").mkdir(parents=True)
+    config = typed(compose("train", [f"run.dir={run}", "run.name=old"]), TrainConfig)
+    write_config(config, run / "config.yaml")
+    (run / "provenance.json").write_text("{}")
+    (run / "metrics.jsonl").touch()
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -59,7 +69,7 @@ def test_commands_refuse_a_run_with_a_link_in_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
+    put_run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     if name == "checkpoints":
         shutil.rmtree(tmp_path / "run" / name)
@@ -75,7 +85,7 @@ def test_commands_refuse_a_run_with_a_link_in_it(
 @pytest.mark.parametrize("name", ["config.yaml", "provenance.json", "metrics.jsonl"])
 def test_a_linked_file_of_a_run_is_not_read(name: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(OLD / "run", run)
+    put_run(run)
     shutil.move(run / name, tmp_path / "there")
     (run / name).symlink_to(tmp_path / "there")
     assert main(["evaluate", f"run.dir={run}"]) == 2

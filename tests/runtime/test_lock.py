@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.runtime import lock
-from drafttrain.runtime.flock import is_of_one_machine, try_lock
+from drafttrain.runtime.disk import DiskError
 from drafttrain.runtime.lock import HeldError, alone, attend, beside, hold, holder_of, require_free
 
 
@@ -188,7 +187,7 @@ def test_who_waits_says_for_whom_and_goes_on_when_the_other_ends(tmp_path: Path)
 def test_a_run_is_held_until_its_last_rank_has_ended(tmp_path: Path) -> None:
     with (
         beside_another(lambda: hold(tmp_path, "run.dir", "train", silent)) as first,
-        beside_another(lambda: attend(tmp_path)) as second,
+        beside_another(lambda: attend(tmp_path, 1)) as second,
     ):
         kill(first)
         with (
@@ -197,8 +196,8 @@ def test_a_run_is_held_until_its_last_rank_has_ended(tmp_path: Path) -> None:
         ):
             pass
         kill(second)
-        with hold(tmp_path, "run.dir", "train", silent, patience=0.0), attend(tmp_path):
-            assert (tmp_path / ".lock.ranks").exists()
+        with hold(tmp_path, "run.dir", "train", silent, patience=0.0), attend(tmp_path, 1):
+            assert (tmp_path / ".lock.rank1").exists()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -226,98 +225,17 @@ def test_what_a_stranger_wrote_into_a_lock_is_not_obeyed(tmp_path: Path) -> None
         pass
 
 
-# File systems without locks, or with locks of one machine
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records that are rewritten quickly, on a file system that several machines share."""
-    monkeypatch.setattr(lock, "BEAT_S", 0.02)
-    monkeypatch.setattr(lock, "SETTLE_S", 0.3)
-    monkeypatch.setattr(lock, "SILENT_S", 0.5)
-    monkeypatch.setattr(lock, "is_of_one_machine", lambda file: False)
-
-
-def refusing(number: int) -> Callable[[int, int], None]:
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(descriptor: int, kind: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    return refused
-
-
-@pytest.fixture
-def without_locks(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
-
-
-@pytest.fixture
-def two_machines(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system whose locks each machine grants for itself; every process is a machine."""
-    monkeypatch.setattr(fcntl, "flock", lambda descriptor, kind: None)
-    monkeypatch.setattr(lock, "machine", lambda: f"machine of {os.getpid()}")
-
-
-def test_a_file_system_without_locks_is_named_and_a_live_holder_noticed(
-    tmp_path: Path, without_locks: None
-) -> None:
-    said: list[str] = []
-    with beside_another(lambda: hold(tmp_path, "run.dir", "train", said.append)) as other:
-        with (
-            pytest.raises(HeldError, match=rf"held by train \(process {other} on this machine"),
-            hold(tmp_path, "run.dir", "train", said.append, patience=0.0),
-        ):
-            pass
-        assert len(said) == 1
-        assert said[0].startswith(f"train (process {other} on this machine, since ")
-        assert "waiting 0.5 s to see whether it is gone" in said.pop()
-        kill(other)
-        with hold(tmp_path, "run.dir", "train", said.append, patience=0.0):
-            pass
-    assert said[1:] == [
-        f"{tmp_path} is on a file system without locks: commands that start on it at one moment "
-        "may not notice each other; start one at a time"
-    ]
-
-
-def test_a_holder_on_another_machine_is_noticed_where_locks_are_of_one(
-    tmp_path: Path, two_machines: None
-) -> None:
-    said: list[str] = []
-    with beside_another(lambda: hold(tmp_path, "run.dir", "train", said.append)) as other:
-        with (
-            pytest.raises(HeldError, match=rf"held by train \(process {other} on [^t]"),
-            hold(tmp_path, "run.dir", "train", said.append, patience=0.0),
-        ):
-            pass
-        kill(other)
-        with hold(tmp_path, "run.dir", "train", said.append, patience=0.0):
-            assert len(said) == 2  # each waited to see whether the other was alive
-
-
-def test_of_many_that_start_at_one_moment_without_locks_at_most_one_goes_on(
-    tmp_path: Path, two_machines: None
-) -> None:
-    def enter() -> None:
-        with hold(tmp_path, "run.dir", "train", lambda line: None, patience=0.0):
-            (tmp_path / "entered").touch(exist_ok=False)
-            time.sleep(1)
-
-    children = [forked(enter) for _ in range(6)]
-    codes = sorted(ended(child) for child in children)
-    assert codes == [0, 3, 3, 3, 3, 3]
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_that_knows_no_locks_is_told_from_one_that_refuses_one(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open(tmp_path / "file", "wb") as file:
-        monkeypatch.setattr(fcntl, "flock", refusing(number))
-        assert try_lock(file.fileno(), fcntl.LOCK_EX) is None
-        monkeypatch.setattr(fcntl, "flock", refusing(errno.EACCES))
-        assert try_lock(file.fileno(), fcntl.LOCK_EX) is False
-
-
-def test_where_locks_are_known_to_be_seen_by_all(tmp_path: Path) -> None:
-    assert is_of_one_machine(tmp_path / ".lock")
-    assert not is_of_one_machine(Path("/proc/self/.lock"))
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with (
+        pytest.raises(DiskError, match=rf"run\.dir=.* written: {os.strerror(number)}"),
+        hold(tmp_path, "run.dir", "train", silent),
+    ):
+        pass
+    require_free(tmp_path, "run.dir")

@@ -90,26 +90,6 @@ def test_the_time_left_forgets_slow_first_steps(
     assert told[-1] == "train 21/100 4:20 left 13:10\n"
 
 
-def test_the_time_left_follows_a_change_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    pace = terminal.RecentSpeed(3000, 1000)  # resumed: these took no time here
-    assert pace.left_s() is None
-    for _ in range(1000):
-        clock.now += 0.1
-        pace.add(1)
-    assert pace.left_s() == pytest.approx(100)
-    for _ in range(500):
-        clock.now += 1.0
-        pace.add(1)
-    # 750 are the recent half: 250 of them quick, 500 slow.
-    assert pace.left_s() == pytest.approx(500 * (25 + 500) / 750, rel=0.01)
-    clock.now += 0.5
-    assert pace.left_s() == pytest.approx(500 * (25 + 500) / 750 - 0.5, rel=0.01)
-    pace.add(500)
-    assert pace.left_s() == 0
-    assert len(pace._marks) <= terminal.MOST_MARKS + 1
-
-
 def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """A terminal that takes what is printed."""
     monkeypatch.setenv("TERM", "xterm")

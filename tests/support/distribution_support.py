@@ -30,8 +30,7 @@ from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.decode.policy import Policy
 from drafttrain.decode.verify import LOSSLESS, Rule
-from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.shared.members import JoinedConfig
+from drafttrain.drafters.base import Drafter, JoinedConfig
 from drafttrain.target.describe import describe
 from drafttrain.target.model import Target
 
@@ -141,7 +140,7 @@ FAMILIES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "adm
 DRAFTERS = FAMILIES + [name for name in SETTINGS if "/" in name and name.split("/")[0] in FAMILIES]
 
 
-SEED_OF = {"early_exit": 8, "eagle3_1": 4, "hydra_heads": 5, "medusa2": 4, "p_eagle": 4}
+SEED_OF = {"early_exit": 8, "eagle3_1": 4, "hydra_heads": 5, "p_eagle": 4}
 SEED_OF |= {"redrafter": 6}
 
 

@@ -26,7 +26,7 @@ from test_drafters import FAMILIES, build
 from test_training import random_samples
 
 from drafttrain.__main__ import main
-from drafttrain.commands.setup.store_contents import asked_by
+from drafttrain.commands.capture import asked_by
 from drafttrain.commands.setup.target_and_drafter import shape_of
 from drafttrain.data.batches import collate
 from drafttrain.runtime.rank_process import end

@@ -11,7 +11,7 @@ import torch
 import transformers
 from builders import model_config
 
-from drafttrain.commands.setup.target_and_drafter import inflate_as
+from drafttrain.commands.setup.target_and_drafter import inflate_as, inflate_drafter
 from drafttrain.config.compose import load_choice
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.ops.layers import MLP
@@ -19,7 +19,6 @@ from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.shared.inflation import inflate_drafter
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.models import load_model, load_model_config

@@ -14,7 +14,7 @@ from test_engine import deepspeed_config
 from test_training import constant, random_samples, recorded, trainer
 
 from drafttrain.__main__ import main
-from drafttrain.commands.setup.store_contents import asked_by
+from drafttrain.commands.capture import asked_by
 from drafttrain.core.losses import REJECTION
 from drafttrain.core.types import FeatureSource, Sample, weighted_sum
 from drafttrain.data.batches import Batches, collate, documents_of, pack, token_counts

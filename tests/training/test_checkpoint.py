@@ -252,17 +252,6 @@ def test_where_every_checkpoint_is_damaged_there_is_nothing_to_skip_to(tmp_path:
         Checkpoints(tmp_path, 2, skip_damaged=True).resume(make_engine("none"))
 
 
-def test_a_checkpoint_of_before_the_records_were_covered_is_still_read(tmp_path: Path) -> None:
-    saved(tmp_path, steps=[10, 20], best=20)
-    path = tmp_path / "step-000020/state.json"
-    content = json.loads(path.read_text())
-    content["state_sha256"] = checkpoint._digest(content["state"])
-    del content["sha256"]
-    path.write_text(json.dumps(content))
-    (tmp_path / "index.json").write_text('{"latest": "step-000020", "best": "step-000010"}')
-    assert Checkpoints(tmp_path, 2).resume(make_engine("none")) == state_at(20)
-
-
 def test_another_drafter_is_refused_by_what_differs(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, steps=[10], best=10)
     engine = make_engine("none")

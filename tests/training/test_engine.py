@@ -84,7 +84,6 @@ def make_engine(
         optimizer=MUON if "muon" in others else ADAMW,
         vocab_sizes=[VOCAB],
         ema_decay=0.5 if "average" in others else 0.0,
-        parts=["mix."] if "parts" in others else [],
     )
 
 
@@ -244,26 +243,6 @@ def test_a_loss_that_is_not_finite_changes_nothing(name: str, bad: float, tmp_pa
         assert torch.equal(value, before[key]), key
     # As if it had never been seen: the steps that follow are those of an engine that never saw it.
     assert train(engine, 4, steps=3, first=2) == train(other, 4, steps=3, first=2)
-
-
-@pytest.mark.parametrize("factor", [0.0, 0.5])
-@pytest.mark.parametrize("name", [*ENGINES, "none+muon"])
-def test_a_part_of_the_parameters_is_updated_at_its_own_rate(name: str, factor: float) -> None:
-    """An update is linear in the rate: of the weights' change, `factor` is left."""
-    engine, plain = make_engine(f"{name}+parts"), make_engine(name)
-    before = weights(plain)
-    for each in (engine, plain):
-        tokens, mask = rows_of(0)
-        each.backward(weighted_sum(each.losses(tokens, mask)) / 20, last=True)
-    engine.step(0.02, {"mix.": factor})
-    plain.step(0.02)
-    found, moved = weights(engine), 0
-    for key, value in weights(plain).items():
-        change = value - before[key]
-        own = factor if key.startswith("mix.") else 1.0
-        torch.testing.assert_close(found[key], (before[key] + own * change).to(value.dtype))
-        moved += bool(change.any()) and key.startswith("mix.")
-    assert moved == 2
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from drafttrain.training.noise import uniforms
+from drafttrain.training.loop import uniforms
 
 DOCUMENTS = torch.arange(64)[:, None].repeat(1, 128)
 

@@ -1,6 +1,5 @@
 """The training loop: resumed, batched or spread over ranks, it takes the same steps."""
 
-import hashlib
 import json
 import os
 import subprocess
@@ -113,8 +112,6 @@ def start(
     torch.manual_seed(0)
     samples = random_samples()
     drafter = build(name, target.spec, **DRAWN.get(name, {}))
-    if drafter.changes_target:
-        drafter.initialise(target.model, target.tokenizer)
     drafter.prepare(token_counts(samples, target.spec.vocab_size), target.readout)
     engine = build_engine(
         drafter,
@@ -125,7 +122,6 @@ def start(
         eps=1e-8,
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
-        parts=drafter.rates(0.0),
     )
     checkpoints = Checkpoints(folder / "checkpoints", config.keep_checkpoints)
     latest = checkpoints.latest()
@@ -178,35 +174,6 @@ def test_a_resumed_run_ends_bitwise_where_an_uninterrupted_one_does(
     assert recorded(tmp_path / "broken") == losses
     for key in ("train/lr", "train/grad_norm", "train/tokens"):
         assert recorded(tmp_path / "broken", key) == recorded(tmp_path / "whole", key)
-
-
-def test_rates_follow_the_share_of_the_steps_that_are_taken(target: Target, tmp_path: Path) -> None:
-    """Of a drafter that leaves the target as it is for the first fifth: 2 of 10 steps, and one."""
-    config = trainer(max_steps=10, save_every=3, validate_every=4)
-    with pytest.raises(KeyboardInterrupt):
-        start("medusa2", target, tmp_path, config, interrupt)
-    saved = load_weights(tmp_path / "checkpoints" / "step-000003")
-    changing = {name for name in saved if "lora_B" in name}
-    assert changing
-    assert not any(saved[name].any() for name in changing)
-    done = start("medusa2", target, tmp_path, config, constant).module.state_dict()
-    assert all(done[name].any() for name in changing)
-
-
-def test_validation_decodes_with_the_target_that_training_changed(
-    target: Target, tmp_path: Path
-) -> None:
-    """And leaves it as it was: the loss before is the same in each."""
-    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
-    start("medusa2", target, tmp_path, trainer(max_steps=6, validate_every=3, lr=5e-2))
-    given = recorded(tmp_path, "val/target_loss_before")
-    tuned = recorded(tmp_path, "val/target_loss")
-    assert given[0][1] == given[1][1]
-    assert tuned[0][1] != tuned[1][1] != given[1][1]
-    after = target.model.state_dict()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    start("medusa", target, tmp_path / "other", trainer(max_steps=2))
-    assert not recorded(tmp_path / "other", "val/target_loss")
 
 
 def test_a_finished_run_resumed_trains_no_further(target: Target, tmp_path: Path) -> None:
@@ -340,19 +307,8 @@ def test_a_resumed_run_says_in_what_it_is_measured_or_computed_otherwise(
 
     assert resume(torch.float32, None).best_metric == 1.5
     assert said == []
-    older = checkpoints.latest()
-    assert older is not None
-    file = older / "state.json"
-    content = json.loads(file.read_text())
-    del (
-        content["sha256"],
-        content["state"]["extra"]["yardstick"],
-        content["state"]["extra"]["dtype"],
-    )
-    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    file.write_text(json.dumps(content))
-    state = resume(torch.float32, 2)
-    assert (state.best_metric, said) == (1.5, []), "a checkpoint that tells nothing of it"
+    assert resume(torch.float32, 2).best_metric is None
+    said.clear()
     assert resume(torch.bfloat16, 3).best_metric is None
     products, validated = said
     assert products.startswith("products in training are bfloat16 from here on, and were float32")
@@ -366,10 +322,6 @@ def test_waiting_for_data_counts_across_a_checkpoint(target: Target, tmp_path: P
     meter.wait_s, meter.busy_s = 3.0, 4.0
     again.load_state_dict(meter.state_dict())
     assert (again.wait_s, again.busy_s) == (3.0, 4.0)
-    older = meter.state_dict()
-    del older["wait_s"]
-    again.load_state_dict(older)
-    assert again.wait_s == 0.0
 
 
 def test_the_real_validation_runs_at_its_steps_and_changes_no_training(

@@ -314,8 +314,3 @@ def _check_pair(target: Target, drafter: Drafter) -> None:
                 f"for {drafter.spec.name}, where it is {own:,}; load it with "
                 "load_drafter(..., target)"
             )
-    if drafter.changes_target and not target.changed_by:
-        raise ValueError(
-            f"drafter must be loaded with this very target, whose weights training changed, got a "
-            f"{drafter.config.name} loaded with another; call load_drafter(..., target)"
-        )

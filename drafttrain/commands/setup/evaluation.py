@@ -11,7 +11,6 @@ import torch
 from drafttrain.commands.setup.init_from import drafter_before
 from drafttrain.commands.setup.target_and_drafter import (
     GivenDrafter,
-    change_target,
     changed_target,
     check_members,
     check_sibling,
@@ -44,9 +43,9 @@ from drafttrain.evaluation.measure import (
 )
 from drafttrain.evaluation.record import require_same, settings_of
 from drafttrain.evaluation.tune_choice import CHAIN, TUNED, Chosen, read_tuned
-from drafttrain.report.curves import target_lines, training_curves
+from drafttrain.report.curves import training_curves
 from drafttrain.report.pairs import BEFORE
-from drafttrain.report.phrases import memory, tuned_statement
+from drafttrain.report.phrases import memory
 from drafttrain.report.results import TimingInfo, TrainingCurves
 from drafttrain.runtime.disk import refuse_links
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
@@ -96,9 +95,6 @@ def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
     assert target.config is not None, "whatever loads a target sets it"
     for line in changed_target(given, target.config, target.spec):
         console.print(line)
-    change_target(target, given)
-    if drafter.changes_target:
-        console.print(tuned_statement(drafter.config.name))
     drafter.attach(target.tokenizer)
     drafter.to(device).eval()
     use_graphs_as(target, [drafter], console.print)
@@ -172,8 +168,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     given, target, choice, device = loaded.given, loaded.target, loaded.choice, loaded.device
     drafter = given.drafter
     references = reference_drafters(settings, drafter, target)
-    comparable = not drafter.changes_target  # the drafter before drafted for other weights
-    if settings.before and given.checkpoint is not None and comparable and not tunes:
+    if settings.before and given.checkpoint is not None and not tunes:
         started = drafter_before(folder, config.drafter, drafter.spec)
         if started is not None:
             references[BEFORE] = started
@@ -209,8 +204,6 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     if sibling := changed_target(given, model, target.spec):  # `meet` has printed it
         # Without the folder's path: reports stand on cards that are pushed.
         label += f" ({Path(model.path or model.repo or model.name).name})"
-    if drafter.changes_target:
-        lines += [tuned_statement(drafter.config.name)]
     if settings.of_tasks:
         told = ", ".join(f"{task}: {one.describe()}" for task, one in settings.of_tasks.items())
         lines.append(f"tasks drafted as `tune` chose for them: {told}")
@@ -230,7 +223,6 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     exact = target
     if not tunes and settings.lossless_prompts and choice.dtype != torch.float32:
         exact = in_float32(config, target, tell)
-        change_target(exact, given)
     timing: dict[str, Any] = {
         "dtype": dtype_name(choice.dtype),
         "draft_dtype": dtype_name(draft_dtype),
@@ -298,15 +290,14 @@ def in_float32(config: EvaluateConfig, target: Target, tell: Callable[[str], obj
 
 
 def trained(folder: Path, checkpoint: Path | None) -> tuple[TrainingCurves | None, list[str]]:
-    """Return the curves of the run behind a checkpoint, and notes on what its log says."""
+    """Return the curves of the run behind a checkpoint, and why they are left out if they are."""
     file = folder / METRICS_FILE
     if checkpoint is None or not file.is_file():
         return None, []
     match = NAME.fullmatch(checkpoint.name)
     step = int(match[1]) if match else None
     try:
-        rows = read_metrics(file)
-        return training_curves(rows, step), target_lines(rows, step)
+        return training_curves(read_metrics(file), step), []
     except (OSError, UntrustedError) as error:
         return None, [f"the training curves are left out: {error}"]
 

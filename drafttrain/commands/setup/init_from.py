@@ -8,11 +8,11 @@ from jaxtyping import Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.commands.setup.own_layouts import own_layouts
 from drafttrain.commands.setup.target_and_drafter import (
     GivenDrafter,
     best_of,
     expected_spec,
+    own_layouts,
     require_family,
     target_of,
 )

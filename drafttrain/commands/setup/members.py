@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from drafttrain.config.groups import WITHHELD, choices, complete, content_of
+from drafttrain.config.groups import WITHHELD, choices, content_of, saved_section
 from drafttrain.config.values import build, class_of
-from drafttrain.drafters.base import DrafterConfig
-from drafttrain.drafters.shared.members import JoinedConfig
+from drafttrain.drafters.base import DrafterConfig, JoinedConfig
 from drafttrain.formats.read.admit import AdmittedConfig
 from drafttrain.runtime.run_folder import CONFIG, load_config
 from drafttrain.runtime.untrusted_input import shown
@@ -28,7 +27,7 @@ def member_of(name: str, settings: dict[str, Any] | None) -> tuple[Path, Drafter
             f"drafter.settings must be of names in conf/drafter, got those of {shown(name)}"
         )
     if (folder / CONFIG).is_file():
-        saved = complete("drafter", load_config(folder, KEY))
+        saved = saved_section("drafter", load_config(folder, KEY))
         _refuse_joined(name, saved)
         return folder, _built(name, saved)
     if not folder.is_dir():

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from drafttrain.commands.setup.members import member_of
-from drafttrain.commands.setup.own_layouts import own_layouts
-from drafttrain.commands.setup.store_contents import refuse_without_store
 from drafttrain.config.compose import load_choice, recorded
+from drafttrain.config.groups import choices, content_of, own_file
 from drafttrain.config.sections import CaptureConfig, TrainConfig
+from drafttrain.config.values import class_of
 from drafttrain.core.ops.graphs import CAPTURES
 from drafttrain.core.types import FeatureSource, Sample, TargetSpec, changed_part
 from drafttrain.data.chat import encode, within_limits
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import template_fingerprint
-from drafttrain.drafters.base import Drafter, DrafterConfig
-from drafttrain.drafters.shared.inflation import inflate_drafter
-from drafttrain.drafters.shared.members import JoinedConfig
+from drafttrain.drafters.base import Drafter, DrafterConfig, JoinedConfig
+from drafttrain.drafters.serving.known import LAYOUTS
+from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.report.phrases import memory
 from drafttrain.runtime.config import HardwareConfig
@@ -54,7 +54,7 @@ from drafttrain.target.placement import (
     room_for,
 )
 from drafttrain.target.pretrained.config import ModelConfig
-from drafttrain.target.pretrained.inflate import count_parameters
+from drafttrain.target.pretrained.inflate import MULTIPLE, count_parameters, is_gated, widen
 from drafttrain.target.pretrained.limits import rope_scaling_of
 from drafttrain.target.pretrained.models import load_model_config, load_tokenizer
 from drafttrain.target.pretrained.shards import weight_bytes
@@ -399,31 +399,9 @@ def _joined(config: JoinedConfig, model: ModelConfig) -> GivenDrafter:
     return GivenDrafter(drafter, None, origin, tuple(lines), members=tuple(given))
 
 
-def change_target(target: Target, given: GivenDrafter) -> None:
-    """Give the target the weights that a drafter was trained with, if training changed them.
-
-    ValueError where another drafter changed them before.
-    """
-    drafter = given.drafter
-    if not drafter.changes_target or target.changed_by == given.origin:
-        return
-    if target.changed_by:
-        raise ValueError(
-            f"the target's weights are those that {target.changed_by} was trained with, and "
-            f"{given.origin} needs its own: load the target again for it"
-        )
-    target.change(drafter.target_changes())
-    target.changed_by = given.origin
-
-
 def check_members(given: GivenDrafter, spec: TargetSpec) -> None:
     """Raise ValueError where a member is known to draft for other weights than the target's."""
     for each in given.members:
-        if each.drafter.changes_target:
-            raise ValueError(
-                "drafter.members must draft for the target as it is, got "
-                f"{each.drafter.config.name}, which changes it"
-            )
         if each.fingerprint not in (None, spec.fingerprint):
             raise ValueError(
                 f"drafter.members must be trained on {spec.name}, got {each.origin}: "
@@ -470,19 +448,15 @@ def changed_target(
 def check_sibling(given: GivenDrafter, spec: TargetSpec) -> None:
     """Refuse a run's drafter for a target that is not shaped as the one that it was trained on.
 
-    A fine-tune of that target will do, unless training changed the target's weights as well.
+    A fine-tune of that target will do.
     """
-    drafter, before = given.drafter, given.drafter.spec
+    before = given.drafter.spec
     if given.fingerprint == spec.fingerprint or given.checkpoint is None:
         return
     for key in ("vocab_size", "hidden_size", "num_layers"):
         was, now = getattr(before, key), getattr(spec, key)
         need = f"have {key}={was} as {given.trained_for}, for which {given.checkpoint} was trained"
         require(was == now, "model", need, now)
-    need = f"be {given.trained_for}, whose weights {given.checkpoint} was trained together with"
-    got = f"{spec.name}: {changed_part(before.fingerprint, spec.fingerprint)}"
-    remedy = f"; adapt the drafter by train run.init_from={given.checkpoint.parent.parent}"
-    require(not drafter.changes_target, "model", need, got, remedy)
 
 
 def check_fingerprint(checkpoint: Path, trained_on: str, spec: TargetSpec) -> None:
@@ -602,3 +576,69 @@ def scaling_lines(drafter: DrafterConfig, model_config: Any) -> list[str]:
         f"rotary positions: the target's are scaled ({target['rope_type']}), the drafter's are "
         f"{own}; trained with drafter.rope_scaling='{{{written}}}' it has the target's"
     ]
+
+
+def inflate_drafter(drafter: Drafter, ratio: float) -> str:
+    """Widen every gated feed-forward layer `ratio` times, in place; return a note for reports.
+
+    The drafter's output stays the same, up to rounding: the added columns are zero. A drafter
+    without such layers stays as it is, and the note says so.
+    """
+    assert ratio >= 1, f"a drafter is only ever widened, got a ratio of {ratio}"
+    name = drafter.config.name
+    layers: list[Any] = [module for module in drafter.modules() if is_gated(module)]
+    if not layers:
+        return f"{name} not inflated (it has no gated feed-forward layer)"
+    before = _numbers_of(drafter)
+    for layer in layers:
+        old = layer.gate_proj.out_features
+        widen(layer, max(old, round(old * ratio / MULTIPLE) * MULTIPLE))
+    return f"{name} inflated from {parameters(before)} to {parameters(_numbers_of(drafter))}"
+
+
+def _numbers_of(drafter: Drafter) -> int:
+    """Return how many numbers its weights hold, with those that it has frozen."""
+    saved = drafter.state_dict().keys()
+    frozen = [b for n, b in drafter.named_buffers() if n in saved and b.is_floating_point()]
+    return count_parameters(drafter) + sum(map(torch.numel, frozen))
+
+
+def own_layouts() -> tuple[ServedLayout, ...]:
+    """Return the layout of each class that a yaml of --config-dir names, if it is the class's own.
+
+    It is if its `family` is the name of the yaml, and its first architecture is none of the
+    package's.
+    """
+    ours = {
+        name
+        for layout in LAYOUTS
+        if isinstance(layout, ServedLayout)
+        for name in layout.architectures
+    }
+    found: list[ServedLayout] = []
+    for name in choices("drafter"):
+        if own_file("drafter", name) is None:
+            continue
+        try:
+            layout = class_of("drafter", content_of("drafter", name).get("_target_")).layout
+        except Exception:  # of a file that this command was not told to use
+            continue
+        if layout is None or layout.family != name:
+            continue
+        if layout.architectures and layout.architectures[0] not in ours:
+            found.append(layout)
+    return tuple(found)
+
+
+def refuse_without_store(drafter: Drafter) -> None:
+    """Raise ValueError for a drafter that no stored features can train."""
+    if not drafter.config.trainable:
+        raise ValueError(
+            f"drafter={drafter.config.name} has nothing to train, so no features to store; choose "
+            "another drafter"
+        )
+    if drafter.text_source is not None:
+        raise ValueError(
+            f"drafter={drafter.config.name} trains on text of its own, for which no store "
+            "has features; use features=online, or drafter.on_policy=0"
+        )

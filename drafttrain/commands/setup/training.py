@@ -109,15 +109,10 @@ def first_weights(
         for line in [*start.lines, *changed]:
             say(line)
         say(describe_drafter(start.drafter) + coverage(start.drafter, counts))
-        if start.drafter.changes_target and material.target is not None:
-            material.target.check_changeable()
-            start.drafter.initialise(material.target.own_model, material.target.tokenizer)
         return start.drafter
     torch.manual_seed(config.run.seed)  # here, so that loading a target does not change the weights
     drafter = config.drafter.build(spec)
     if material.target is not None:
-        if drafter.changes_target:
-            material.target.check_changeable()
         drafter.initialise(material.target.own_model, material.target.tokenizer)
     drafter.prepare(counts, material.source.readout)
     say(describe_drafter(drafter))

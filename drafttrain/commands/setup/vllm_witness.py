@@ -4,16 +4,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from drafttrain.commands.setup.own_layouts import own_layouts
+from drafttrain.commands.setup.target_and_drafter import own_layouts
 from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import EvaluateConfig
 from drafttrain.core.types import PromptResult
 from drafttrain.evaluation.evaluate import Setup
 from drafttrain.evaluation.witness.engine import ServedDrafter
 from drafttrain.evaluation.witness.section import asked_of, check_witness, witness_section
-from drafttrain.formats.read.admit import AdmittedConfig
+from drafttrain.formats.read.admit import AdmittedConfig, recognise
 from drafttrain.formats.read.folder import open_folder
-from drafttrain.formats.read.recognise import recognise
 from drafttrain.formats.write.export import export_drafter
 from drafttrain.report.card import CardData, served_as
 from drafttrain.report.results import Report

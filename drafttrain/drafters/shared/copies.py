@@ -19,7 +19,6 @@ from drafttrain.target.pretrained.limits import final_norm_of
 Hidden = Float[Tensor, "batch seq hidden"]
 Mixed = Float[Tensor, "batch head seq head_dim"]
 Attend = Callable[[int, ByHead], Mixed]  # of a layer, by its number
-ADAPTED = ".base_layer"  # within the name of a weight that has a LoRA adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +48,13 @@ def attend(heads: ByHead, mask: Tensor | None) -> Mixed:
     return unrolled_attention(queries, [(keys, values)], mask)
 
 
-def freeze(module: nn.Module, saved: bool = True) -> None:
-    """Make buffers of weights that need no gradient: moved with a module, and saved if asked."""
+def freeze(module: nn.Module) -> None:
+    """Make buffers of weights that need no gradient: moved and saved with a module."""
     for part in module.modules():
         for name, weight in list(part.named_parameters(recurse=False)):
             if not weight.requires_grad:
                 delattr(part, name)
-                part.register_buffer(name, weight.detach(), persistent=saved)
+                part.register_buffer(name, weight.detach())
 
 
 def run_layers(
@@ -71,18 +70,9 @@ def run_layers(
 
 @torch.no_grad()
 def copy_layers(
-    layers: nn.ModuleList,
-    first: int,
-    model: Any,
-    config: CopiesConfig,
-    spec: TargetSpec,
-    device: torch.device,
-) -> RMSNorm | None:
-    """Copy the target's layers from `first` on, in float32; ValueError if ours compute otherwise.
-
-    Returns a copy of its final norm if its last layer is among them. Layers may have LoRA adapters,
-    which stay as they are, and may have been released.
-    """
+    layers: nn.ModuleList, model: Any, config: CopiesConfig, spec: TargetSpec, device: torch.device
+) -> None:
+    """Copy the target's first layers, in float32; ValueError if ours compute otherwise."""
     needed = (
         f"drafter={config.name} copies layers like Llama's, and those of {spec.name} "
         f"({spec.architecture}) differ: try drafter.attention_bias, drafter.qk_norm and "
@@ -90,7 +80,7 @@ def copy_layers(
     )
     decoder = model.get_decoder()
     theirs = list(getattr(decoder, "layers", []))
-    if len(theirs) < first + len(layers):
+    if len(theirs) < len(layers):
         raise ValueError(needed)
     tokens = torch.arange(min(8, spec.vocab_size), device=model.device)[None]
     # Far apart, so that another scaling of positions is noticed. They are one text: without a
@@ -100,10 +90,10 @@ def copy_layers(
     asked |= {"position_ids": positions, "attention_mask": torch.ones_like(tokens)}
     found = decoder(input_ids=tokens, **asked).hidden_states
     states = [state.to(device).float() for state in found]
-    shape, norm = config.shape(spec), None
+    shape = config.shape(spec)
     turn = shape.rotation(positions.to(device), torch.float32)
     ours = nn.ModuleList([BlockLayer(shape)]).to(device, torch.float32)
-    for number, layer in enumerate(layers, start=first):
+    for number, layer in enumerate(layers):
         weights = {name: tensor.float() for name, tensor in theirs[number].state_dict().items()}
         try:
             load_exactly(ours[0], weights)
@@ -118,13 +108,5 @@ def copy_layers(
         if not (hidden - expected).abs().max() <= 0.02 * expected.abs().max():
             raise ValueError(needed)
         for place, part in layer.named_modules():
-            for key in part._buffers:  # copies, also of float32: a target's weights may change
-                own = weights[f"{place}.{key}".replace(ADAPTED, "")]
-                part._buffers[key] = own.to(device, copy=True)
-    return norm
-
-
-def release(layers: nn.ModuleList) -> None:
-    """Give back the memory of copies that only training needs; `copy_layers` takes them anew."""
-    for part in layers.modules():
-        part._buffers.update(dict.fromkeys(part._buffers))
+            for key in part._buffers:
+                part._buffers[key] = weights[f"{place}.{key}"].to(device, copy=True)

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 
 def add_lora(model: Any, rank: int, alpha: int) -> None:
@@ -38,12 +36,3 @@ def merge_lora(model: Any) -> None:
             setattr(model.get_submodule(parent), child, layer)
     # The weights are trainable again; norms of frozen weights would use another kernel.
     model.requires_grad_(True)
-
-
-@torch.no_grad()
-def lora_products(model: nn.Module) -> dict[str, Float[Tensor, "out in"]]:
-    """Return what each adapter adds to the weight that it adapts, by the weight's name."""
-    from peft.tuners.lora import Linear
-
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, Linear)]
-    return {f"{name}.weight": layer.get_delta_weight("default") for name, layer in layers}

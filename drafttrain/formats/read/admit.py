@@ -1,5 +1,6 @@
 """Load a drafter that others trained so that it drafts as in training, or list why it cannot."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +11,24 @@ import torch
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig
-from drafttrain.drafters.serving.layout import Reading, ServedLayout, Unfit
+from drafttrain.drafters.serving.known import LAYOUTS
+from drafttrain.drafters.serving.layout import (
+    Layout,
+    Reading,
+    ServedLayout,
+    Unfit,
+    UnknownKind,
+    architectures_of,
+)
+from drafttrain.drafters.serving.speculators_layout import refuse_other_types
 from drafttrain.drafters.shared.model_source import in_drafters_words
+from drafttrain.drafters.shared.vocabularies import tokens_by_id
 from drafttrain.formats.eight_bits import KEY, PlainView
-from drafttrain.formats.read.folder import open_folder
-from drafttrain.formats.read.recognise import Recognised, recognise
-from drafttrain.formats.read.tokens import compare_tokenizers
+from drafttrain.formats.read.folder import Folder, open_folder
 from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained import files, hub
 
+SHOWN_TOKENS = 3  # that differ between two tokenizers
 REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # of the Hub: owner/name
 SHOWN = 5  # tensors named per kind of complaint
 
@@ -53,6 +63,49 @@ class AdmittedConfig(DrafterConfig):
             f"drafter={self.name} was trained elsewhere: measure it, python -m drafttrain evaluate "
             f"drafter.path={self.path}, or train it further, run.init_from={self.path}"
         )
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """The layout of a drafter's directory, and the sign by which it was recognised."""
+
+    layout: Layout
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.layout.title}, by {self.because}"
+
+
+def recognise(folder: Folder, own: Sequence[ServedLayout] = ()) -> Recognised:
+    """Return the layout of a directory, by the strongest sign that any layout finds in it.
+
+    own: of a user's drafters. One whose architecture config.json names comes before the package's,
+    which may find signs of their own in it.
+    Raises ValueError, naming its content, if this package cannot draft with it.
+    """
+    named = architectures_of(folder.config)
+    layouts = [*(layout for layout in own if layout.architectures[0] in named), *LAYOUTS]
+    try:
+        refuse_other_types(folder, layouts)
+        signs = [(layout.recognises(folder), layout) for layout in layouts]
+    except UnknownKind as error:
+        raise _unknown(folder, str(error), own) from None
+    found = [(sign, layout) for sign, layout in signs if sign is not None]
+    if found:
+        sign, layout = max(found, key=lambda pair: pair[0].strength)
+        return Recognised(layout, sign.because)
+    what = f"model_type={shown(folder.config.get('model_type'))}"
+    if named:
+        what = f"architectures={named}"
+    names = shown(", ".join(sorted(folder.names)[:3]))
+    raise _unknown(folder, f"{what} and tensors such as {names}", own)
+
+
+def _unknown(folder: Folder, what: str, own: Sequence[ServedLayout]) -> ValueError:
+    known = "; ".join(layout.title for layout in (*own, *LAYOUTS))
+    return ValueError(
+        f"drafter.path={folder.path} has {what}: not a known drafter; it must be one of: {known}"
+    )
 
 
 @dataclass(frozen=True)
@@ -207,3 +260,33 @@ def _origin(config: dict[str, Any]) -> list[str]:
     named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     named = named or config.get("base_model_name_or_path")
     return [f"its config.json says that it was trained for {shown(named)}"] if named else []
+
+
+def compare_tokenizers(folder: Path, tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Return (complaints, notes): where the tokenizer that a directory ships differs.
+
+    Ids that only one of them has do not count: a fine-tune adds tokens at free ids.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        if any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+            return [], ["its tokenizer was not compared: it comes without tokenizer.json"]
+        return [], []
+    from tokenizers import Tokenizer
+
+    try:
+        theirs = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
+        return [f"tokenizer.json cannot be read ({shown(error)})"], []
+    mine = tokens_by_id(tokenizer)
+    differing = sorted(
+        (index, token) for token, index in theirs.items() if mine.get(index, token) != token
+    )
+    if not differing:
+        return [], []
+    first = ", ".join(
+        f"id {index} is {json.dumps(token)} to the drafter and {json.dumps(mine[index])} to the "
+        "target"
+        for index, token in differing[:SHOWN_TOKENS]
+    )
+    return [f"its tokenizer differs in {len(differing):,} tokens: {first}"], []

@@ -1,33 +1,39 @@
 """Export drafters: files that engines load, and the command that serves them with each engine."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from drafttrain.core.ops.layer_calls import dtype_of
+from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.serving.layout import ServedLayout
+from drafttrain.drafters.serving.engines import CONVERTER, GGUF, LLAMA_CPP, convert_command
+from drafttrain.drafters.serving.layout import Config, ServedLayout, check_tensors
 from drafttrain.formats.write.config import AS_NATIVE, FP8, NATIVE, ExportSettings
 from drafttrain.formats.write.directory import (
     CARD,
     CONFIG,
+    add_to_target,
     all_or_nothing,
+    config_within,
     sizes_of,
     write_weights,
 )
-from drafttrain.formats.write.gguf import check_converter, convert
-from drafttrain.formats.write.layout import check, not_finite
-from drafttrain.formats.write.precision import Precision
-from drafttrain.formats.write.rounding import Rounding, read_back
+from drafttrain.formats.write.precision import Precision, Rounding, read_back
 from drafttrain.formats.write.serving import EngineCommands, layout_to_write, serving
-from drafttrain.formats.write.stitch import add_to_target, config_within
 from drafttrain.report.card import CardData, model_card
-from drafttrain.report.phrases import sentence, tuned_statement
 from drafttrain.runtime.hardware import TORCH_DTYPES
+from drafttrain.target.vllm.process import environment_without_secrets
+
+BY_HAND = "leave export.converter out, and run the printed command in the converter's environment"
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,6 @@ def export_drafter(
     if derived is not None:
         settings, tensors = derived.write(native, tensors, spec, target, depth)
     notes = [*told.notes, *precision.notes]
-    if drafter.changes_target:
-        notes.append(sentence(tuned_statement(name)))
     count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     of_target = None
     if layout is not None and (layout.within_target or config.converter is not None):
@@ -197,3 +201,95 @@ def _precision(drafter: Drafter, layout: ServedLayout | None, config: ExportSett
             "read no quantization_config of a drafter"
         )
     return Precision(torch.bfloat16, layout.eight_bits)
+
+
+def check(
+    config: Config,
+    tensors: dict[str, Tensor],
+    spec: TargetSpec,
+    captures: tuple[int, ...],
+    layout: ServedLayout,
+) -> None:
+    """Raise ValueError naming everything that an engine would misread, not only the first.
+
+    captures: the layers that the drafter was trained on.
+    """
+    complaints = _check_config(config, layout, spec)
+    if not complaints:
+        try:
+            complaints = check_tensors(layout.expected_tensors(config), tensors)
+        except KeyError as error:  # a key that the table needs
+            complaints = [f"config.json must hold {error.args[0]}"]
+    if not complaints:
+        complaints = [*not_finite(tensors), *layout.misread(config, tensors, spec, captures)]
+    if complaints:
+        raise ValueError(f"this {layout.method} drafter cannot be served: {'; '.join(complaints)}")
+
+
+def _check_config(config: Config, layout: ServedLayout, spec: TargetSpec) -> list[str]:
+    required = layout.required_keys(config, spec)
+    absent = dict.fromkeys(layout.false_by_default, False)
+    held = {key: config.get(key, absent.get(key)) for key in required}
+    own = {key: f" (drafter.{name} of its training)" for key, name in layout.settings.items()}
+    return [
+        f"config.json's {key} must be {wanted}, got {held[key]}{own.get(key, '')}"
+        for key, wanted in required.items()
+        if held[key] != wanted
+    ]
+
+
+def not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    """Return which tensors hold values that are not finite, and how many."""
+    return [
+        f"{name} holds {int((~tensor.isfinite()).sum())} values that are not finite"
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    ]
+
+
+def check_converter(converter: str | None) -> None:
+    """Raise ValueError unless it is a checkout of llama.cpp, or None."""
+    if converter is not None and not (Path(converter) / CONVERTER).is_file():
+        raise ValueError(
+            f"export.converter must be a checkout of llama.cpp, with {CONVERTER}, got {converter}"
+        )
+
+
+def convert(
+    layout: ServedLayout, converter: str, target: Path, folder: Path, name: str, dtype: torch.dtype
+) -> None:
+    """Write `GGUF` into a drafter's directory.
+
+    converter: a checkout of llama.cpp. target: the target's directory. name: the GGUF's own. dtype:
+    of the weights; norms are float32 in any GGUF. ValueError with the converter's last line where
+    it fails.
+    """
+    words = convert_command(layout, converter, str(target), str(folder), dtype)
+    words += ["--model-name", name]
+    # A program of others gets none of the user's tokens.
+    given = {
+        **environment_without_secrets(os.environ),
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+    }
+    done = subprocess.run(
+        [sys.executable, *words[1:]], capture_output=True, text=True, check=False, env=given
+    )
+    if done.returncode != 0 or not (folder / GGUF).is_file():
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        said = lines[-1].strip() if lines else f"exit status {done.returncode}"
+        raise ValueError(
+            f"export.converter={converter} must convert this drafter (export.dir keeps nothing), "
+            f"got: {said}; {_advice(said)}"
+        )
+
+
+def _advice(said: str) -> str:
+    """Return what to do about the converter's last line."""
+    if "pre-tokenizer was not recognized" in said:
+        return (
+            "it knows tokenizers by a hash, and not this target's: a checkout that knows it is "
+            f"needed ({LLAMA_CPP} was tried)"
+        )
+    if said.startswith("ModuleNotFoundError"):
+        return f"install that module beside drafttrain, or {BY_HAND}"
+    return BY_HAND

@@ -30,7 +30,6 @@ def build_engine(
     optimizer: OptimizerConfig = ADAMW,
     vocab_sizes: Collection[int] = (),
     ema_decay: float = 0.0,
-    parts: Collection[str] = (),
 ) -> Engine:
     """Return the engine of `module`, with the module on its device and rank 0's weights everywhere.
 
@@ -38,7 +37,6 @@ def build_engine(
     forward runs under autocast, and with weights_dtype bfloat16 the module holds rounded weights.
     max_grad_norm: of the summed gradient, over all parameters; 0 is off. vocab_sizes: a matrix with
     a side of such a length is an embedding or a head. ema_decay: of the average; 0 keeps none.
-    parts: beginnings of the names of parameters with a learning rate of their own.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         got = dtype_name(dtype)
@@ -62,14 +60,8 @@ def build_engine(
     ranks.broadcast_in_place([p.data for p in module.parameters()] + list(module.buffers()))
     optimizer.check(deepspeed)
     offloads = deepspeed.offloads_optimizer
-    part_of = {
-        parameter: part
-        for name, parameter in module.named_parameters()
-        for part in parts
-        if name.startswith(part)
-    }
     updates = build_optimizer(
-        *(optimizer, trainable, vocab_sizes, betas, eps, weight_decay, offloads, part_of)
+        *(optimizer, trainable, vocab_sizes, betas, eps, weight_decay, offloads)
     )
     forward = Forward(module, None if dtype == torch.float32 else dtype, layer_calls)
     arguments = (forward, updates, ranks, max_grad_norm, low, ema_decay)

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -85,12 +84,11 @@ class Engine(ABC):
         # A loss that is not finite makes its gradient so too, on every rank: one check is enough.
         self._backward(loss * (1 + 0 * loss.detach()), last)
 
-    def step(self, lr: float, factors: Mapping[str, float] = MappingProxyType({})) -> float:
+    def step(self, lr: float) -> float:
         """Clip, update the weights and clear the gradient; return its global norm before clipping.
 
-        factors: of the learning rate, by part of the parameters (1 where none is given). Raises
-        NonFiniteError on all ranks if a loss or the norm is not finite: then weights and optimizer
-        state are unchanged, and the gradient is cleared.
+        Raises NonFiniteError on all ranks if a loss or the norm is not finite: then weights and
+        optimizer state are unchanged, and the gradient is cleared.
         """
         norm = self._grad_norm()
         finite = math.isfinite(norm)
@@ -105,7 +103,7 @@ class Engine(ABC):
                 "conversations, then resume from the last checkpoint with run.resume=true"
             )
         for group in self._optimizer.param_groups:
-            group["lr"] = lr * factors.get(group["part"], 1.0)
+            group["lr"] = lr
         self._update(norm)
         if self._ema_decay:
             self._take_average()

@@ -1,7 +1,6 @@
 """The optimizers: AdamW, or Muon for the matrices within layers and AdamW for the rest."""
 
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -35,22 +34,20 @@ def build_optimizer(
     eps: float,
     weight_decay: float,
     on_host: bool,
-    parts: Mapping[nn.Parameter, str] = MappingProxyType({}),
 ) -> Any:
     """Return the optimizer of these parameters: matrices decay, vectors do not.
 
     AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101). Muon: Jordan et al. 2024, with the step
     sizes of arXiv:2502.16982, at which AdamW's learning rate and decay fit it as well; embeddings
     and heads, which have a row for each token of a vocabulary, stay with AdamW. on_host: DeepSpeed
-    keeps the moments in the host's memory. parts: of parameters with a learning rate of their own;
-    each group of the optimizer is of one part, `part` (of all others: "").
+    keeps the moments in the host's memory.
     """
     by_muon = muon_matrices(trainable, vocab_sizes) if config.muon else []
     taken = set(by_muon)
     optimizers: list[Any] = []  # torch makes none of no parameters
     if by_muon:
         muon = torch.optim.Muon(
-            parameter_groups(by_muon, weight_decay, parts),
+            parameter_groups(by_muon, weight_decay),
             lr=0.0,
             momentum=config.momentum,
             adjust_lr_fn="match_rms_adamw",
@@ -58,7 +55,7 @@ def build_optimizer(
         optimizers.append(muon)
     if others := [p for p in trainable if p not in taken]:
         adamw = torch.optim.AdamW(
-            parameter_groups(others, weight_decay, parts),
+            parameter_groups(others, weight_decay),
             lr=0.0,
             betas=betas,
             eps=eps,
@@ -88,17 +85,11 @@ def newton_schulz_flops(rows: int, columns: int) -> float:
 def parameter_groups(
     parameters: Sequence[nn.Parameter],
     weight_decay: float,
-    parts: Mapping[nn.Parameter, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Return torch's parameter groups: matrices decay, vectors (biases, norm scales) do not.
-
-    Matrices come first, and each group is of one part.
-    """
-    found: dict[tuple[bool, str], list[nn.Parameter]] = {}
+    """Return torch's parameter groups: matrices decay, vectors (biases, norm scales) do not."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    for parameter in sorted(trainable, key=lambda p: p.ndim < 2):
-        found.setdefault((parameter.ndim >= 2, parts.get(parameter, "")), []).append(parameter)
-    return [
-        {"params": own, "weight_decay": weight_decay if decays else 0.0, "part": part}
-        for (decays, part), own in found.items()
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
