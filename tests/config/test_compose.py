@@ -417,7 +417,7 @@ def test_a_run_whose_config_is_broken_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must hold the sections of a run"):
         load_config(tmp_path)
     (tmp_path / "config.yaml").write_text("run: {}")
-    with pytest.raises(ValueError, match="has no section"):
+    with pytest.raises(ValueError, match=r"must have run\.allow_changes, but another version wrot"):
         compose("evaluate", [f"run.dir={tmp_path}"])
 
 

@@ -33,8 +33,7 @@ from drafttrain.decode.autoregressive import autoregressive_passes
 from drafttrain.decode.loop import speculative_passes
 from drafttrain.decode.rows import check_room
 from drafttrain.decode.stream import Stream
-from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.references import LOOKUP
+from drafttrain.drafters.base import LOOKUP, Drafter
 from drafttrain.evaluation.config import FROM_TUNE, EvalConfig
 from drafttrain.evaluation.evaluate import evaluate_drafter
 from drafttrain.report.pages import write_report
