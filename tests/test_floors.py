@@ -172,6 +172,7 @@ SPOKEN = {
     "target.vllm.worker": "eagle",  # what vLLM calls its setting for captured layers
     "evaluation.config": "two_model",  # eval.two_model, a setting
     "commands.setup.evaluation": "two_model",  # the same
+    "runtime.run_folder": "two_model",  # the same
 }
 
 

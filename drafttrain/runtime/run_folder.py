@@ -30,6 +30,7 @@ LOG = "train.log"
 PATHS = frozenset(
     {"model.path", "data.path", "data.cache_dir", "drafter.path", "drafter.members", "store.dir"}
     | {"features.dir", "run.init_from", "eval.prompts", "eval.vllm_python", "vllm.python"}
+    | {"data.repo", "eval.dataset", "eval.two_model"}  # or on the Hub
 )
 WITHIN = "${run.dir}/"  # begins a path below the run folder, which may be moved or copied
 PACKAGES = (
