@@ -33,7 +33,7 @@ DOORS = {
     "datasets": {"data.files"},
     "huggingface_hub": {"target.pretrained.hub", "formats.write.hub", "formats.write.directory"},
     "matplotlib": {"report.plots"},
-    "peft": {"drafters.shared.lora"},
+    "peft": {"drafters.shared.lora", "target.pretrained.adapter"},
     "pydantic": {"runtime.untrusted_input"},
     "openai": {"target.answers.endpoint"},
     # which the interpreter of vLLM's environment runs

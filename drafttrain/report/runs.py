@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations, takewhile
 from typing import Any
 
+from drafttrain.core.types import brief
 from drafttrain.report.metrics import Columns
 from drafttrain.report.pairs import Measured
 from drafttrain.report.phrases import things
@@ -79,7 +80,7 @@ def check_comparable(runs: Sequence[RunReport]) -> None:
         for key in filter(got.__contains__, wanted):
             if wanted[key] != got[key]:
                 one, two = (
-                    "none" if value is None else str(value)[: 16 if "fingerprint" in key else None]
+                    "none" if value is None else brief(value) if "fingerprint" in key else value
                     for value in (wanted[key], got[key])
                 )
                 raise ValueError(
