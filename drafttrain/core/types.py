@@ -62,7 +62,7 @@ def changed_part(before: str, now: str) -> str:
 
 def brief(fingerprint: str) -> str:
     """Return a target's fingerprint as messages show it: the beginning of each of its parts."""
-    return fingerprint[:16] + fingerprint[32:41]
+    return "-".join([fingerprint[:16], *(part[:8] for part in fingerprint.split("-", 2)[2:])])
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def conditions_line(comparison: Comparison) -> str:
     )
     return (
         f"{prompts.statement}, in {len(prompts.tasks)} tasks of {told['eval.prompts']}; "
-        f"{sampling}; target fingerprint {brief(told['target fingerprint'])}"
+        f"{sampling}; target fingerprint {brief(str(told['target fingerprint']))}"
     )
 
 

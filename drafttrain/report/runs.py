@@ -79,10 +79,8 @@ def check_comparable(runs: Sequence[RunReport]) -> None:
             got["eval.prompts"] = wanted["eval.prompts"]
         for key in filter(got.__contains__, wanted):
             if wanted[key] != got[key]:
-                one, two = (
-                    "none" if value is None else brief(value) if "fingerprint" in key else value
-                    for value in (wanted[key], got[key])
-                )
+                pair = [str("none" if one is None else one) for one in (wanted[key], got[key])]
+                one, two = map(brief, pair) if "fingerprint" in key else pair
                 raise ValueError(
                     f"runs must have the same {key} to be compared, but {run.folder} has {one} "
                     f"and {other.folder} has {two}; evaluate both in the same way, or compare them "
