@@ -67,7 +67,7 @@ def capture_until(
     drafters = [load_choice("drafter", name) for name in names] if names else [config.drafter]
     say(
         f"drafttrain {__version__}: capture for {', '.join(d.name for d in drafters)} from "
-        f"{config.model.name} ({config.model.origin})"
+        f"{config.model.label} ({config.model.origin})"
     )
     say(f"  data={config.data.name}  hardware={config.hardware.name}  store: {folder}")
     check_store_folder(folder)

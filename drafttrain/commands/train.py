@@ -227,7 +227,7 @@ def intentions(config: TrainConfig) -> list[str]:
     """Return what `train` is about to do, before anything is loaded."""
     model, trainer, hardware = config.model, config.trainer, config.hardware
     lines = [
-        f"drafttrain {__version__}: train {config.drafter.name} for {model.name} ({model.origin})",
+        f"drafttrain {__version__}: train {config.drafter.name} for {model.label} ({model.origin})",
         f"  data={config.data.name}  features={config.features.name}  {_sizes(trainer)}  "
         f"optimizer={config.optimizer.name}  hardware={hardware.name}  "
         f"deepspeed={config.deepspeed.name}",

@@ -54,7 +54,7 @@ STARTED_FROM = ("model", "trainer", "drafter")
 # Keys that name a folder, where ~ is the user's own.
 FOLDERS = {"dir", "converter", "measured", "run"}
 # Keys that name a file or folder, which those who read it expand.
-FILES = {"path", "out", "prompts", "init_from", "cache_dir", "python", "vllm_python"}
+FILES = {"path", "adapter", "out", "prompts", "init_from", "cache_dir", "python", "vllm_python"}
 # Names that other programs use for a key of ours.
 ELSEWHERE = {
     "batch_size": ["hardware.micro_batch", "trainer.tokens_per_step"],

@@ -70,10 +70,11 @@ def follow_up(command: str, *arguments: str) -> str:
 
 def told_target(model: Any) -> list[str]:
     """Return the overrides that name a target again, none where it is the default."""
+    adapter = [f"model.adapter={model.adapter}"] if model.adapter is not None else []
     if model.path is not None:  # named after its folder
-        return [f"model.path={model.path}"]
+        return [f"model.path={model.path}", *adapter]
     if model.name not in choices("model"):
-        return [model.origin]
+        return [model.origin, *adapter]
     own = [f"model={model.name}"] if model.name != command_groups("train")["model"] else []
     usual = content_of("model", model.name)
     return own + [

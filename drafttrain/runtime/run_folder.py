@@ -28,8 +28,9 @@ PROVENANCE = "provenance.json"
 LOG = "train.log"
 # The settings that name a file or a folder: recorded so that they hold wherever they are read.
 PATHS = frozenset(
-    {"model.path", "data.path", "data.cache_dir", "drafter.path", "drafter.members", "store.dir"}
-    | {"features.dir", "run.init_from", "eval.prompts", "eval.vllm_python", "vllm.python"}
+    {"model.path", "model.adapter", "data.path", "data.cache_dir", "drafter.path", "store.dir"}
+    | {"drafter.members", "features.dir", "run.init_from", "eval.prompts", "eval.vllm_python"}
+    | {"vllm.python", "data.repo", "eval.dataset", "eval.two_model"}  # or on the Hub, or the PATH
 )
 WITHIN = "${run.dir}/"  # begins a path below the run folder, which may be moved or copied
 PACKAGES = (

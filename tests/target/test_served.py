@@ -109,7 +109,7 @@ def test_ends_are_found_under_another_prefix_and_checked(
 def test_what_runs_must_be_what_lies_on_the_disk(tiny_target_dir: Path) -> None:
     import dataclasses
 
-    with pytest.raises(ValueError, match=r"model\.inflate must be null where vLLM runs .*got 1M"):
+    with pytest.raises(ValueError, match=r"model\.inflate must be null for vLLM, .*got 1M"):
         directory(dataclasses.replace(model_config(tiny_target_dir), inflate="1M"))
     with pytest.raises(ValueError, match="model=random draws its weights, and vLLM loads those"):
         directory(load_choice("model", "random"))

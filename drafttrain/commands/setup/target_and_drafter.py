@@ -53,6 +53,7 @@ from drafttrain.target.placement import (
     load_placed,
     room_for,
 )
+from drafttrain.target.pretrained.adapter import open_adapter
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.inflate import MULTIPLE, count_parameters, is_gated, widen
 from drafttrain.target.pretrained.limits import rope_scaling_of
@@ -426,7 +427,9 @@ def target_of(run: Path) -> str:
 
 def _named_target(model: Mapping[str, Any]) -> str:
     name, where = model.get("name"), model.get("path") or model.get("repo")
-    return f"{shown(name)} ({shown(where, 400)})" if where else shown(name)
+    parts = [where] if where else []
+    parts += [f"model.adapter={model['adapter']}"] if model.get("adapter") else []
+    return f"{shown(name)} ({shown(' with '.join(parts), 400)})" if parts else shown(name)
 
 
 def changed_target(
@@ -519,8 +522,9 @@ def load_alone(
 ) -> Target:
     """Return the target for a command of a single process, placed where there is room for it."""
     alone, asked = Ranks(0, 0, 1, device), hardware.target_placement
-    # A run of several ranks may record zero3, which needs several.
-    placement = choose_placement("auto" if asked == "zero3" else asked, model, dtype, alone)
+    # A run may record zero3, which needs several ranks, and vllm, whose engine is not for this.
+    asked = "auto" if asked in ("zero3", "vllm") else asked
+    placement = choose_placement(asked, model, dtype, alone)
     if placement.kind != "device":
         console.print(str(placement))
     return load_placed(model, dtype, alone, placement)
@@ -546,6 +550,8 @@ def describe_target(target: Target, started: float) -> str:
     """Return a line about a loaded target; `started` is when loading began (time.monotonic)."""
     spec = target.spec
     where = "".join(f"; {told}" for told in (target.placed, target.where) if told)
+    if target.config is not None and target.config.adapter is not None:
+        where += f"; its adapter was trained for {open_adapter(target.config.adapter).trained_for}"
     return (
         f"target: {spec.name}, {spec.architecture}, {parameters(target.num_parameters)} "
         f"in {dtype_name(target.dtype)}, loaded in {time.monotonic() - started:.1f} s{where}"
