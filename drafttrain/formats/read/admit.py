@@ -1,6 +1,5 @@
 """Load a drafter that others trained so that it drafts as in training, or list why it cannot."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +15,11 @@ from drafttrain.formats.eight_bits import KEY, PlainView
 from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.read.recognise import Recognised, recognise
 from drafttrain.formats.read.tokens import compare_tokenizers
+from drafttrain.runtime.run_folder import is_repo
+from drafttrain.runtime.settings import require
 from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained import files, hub
 
-REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # of the Hub: owner/name
 SHOWN = 5  # tensors named per kind of complaint
 
 
@@ -28,6 +28,7 @@ class AdmittedConfig(DrafterConfig):
     """Where the directory of a drafter that others trained is."""
 
     path: str
+    revision: str | None
     layers: list[int] | None
     allow_pickle: bool
 
@@ -39,11 +40,12 @@ class AdmittedConfig(DrafterConfig):
 
         ValueError for a repository that cannot be read.
         """
-        local = Path(self.path).expanduser()
-        if local.exists() or not REPO.fullmatch(self.path):
-            return local
+        repo, version = self.path, self.revision
+        if not is_repo(repo):
+            require(version is None, "drafter.revision", f"be null for the folder {repo}", version)
+            return Path(repo).expanduser()
         try:
-            return hub.download(self.name, self.path, None, True, False, self.allow_pickle)
+            return hub.download(self.name, repo, version, True, False, self.allow_pickle)
         except ValueError as error:
             raise ValueError(in_drafters_words(str(error), self.name)) from error
 
