@@ -129,7 +129,7 @@ class DrafterCost:
     step: Callable[[bool], Step] = untrained  # recomputing layers' activations or not
     num_trained: int = 0
     num_muon: int = 0  # of the trained, those that Muon would update
-    muon_flops: float = 0.0  # of its update
+    muon_flops: tuple[float, ...] = ()  # of its update, by matrix
     num_copied: int = 0  # numbers of the target's matrices that it has copies of, as buffers
     num_kept: int = 0  # those of them that it drafts with, and saves
     largest: int = 0  # weights of its largest tensor
@@ -326,7 +326,7 @@ def trace(
         num_parameters=sum(sizes),
         num_trained=sum(p.numel() for p in trainable),
         num_muon=sum(p.numel() for p in by_muon),
-        muon_flops=sum(newton_schulz_flops(*p.shape) for p in by_muon),
+        muon_flops=tuple(newton_schulz_flops(*p.shape) for p in by_muon),
         num_copied=sum(b.numel() for b in drafter.buffers() if b.dim() > 1),
         num_kept=sum(b.numel() for n, b in drafter.named_buffers() if n in saved and b.dim() > 1),
         largest=max(sizes),
