@@ -323,10 +323,7 @@ def serving(plan: ServingPlan) -> Table:
         f"Serving on {_machines(plan)}: does speculation pay?",
         f"Acceptance length {round(plan.serving[0].acceptance_length, 2)}, {host.context:,} tokens "
         f"of context; the memory holds the caches of {fitting(host):,} requests.",
-        [
-            *("requests", "plain step", "draft", "verify"),
-            *("waits for", "predicted", "best depth", "then"),
-        ],
+        ["requests", "plain", "draft", "verify", "waits for", "predicted", "best depth", "then"],
         rows,
         [],
     )

@@ -84,10 +84,7 @@ def absolute(key: str, value: Any) -> Any:
 
 
 def is_repo(path: str) -> bool:
-    """Return whether a path names a repository of the Hub, and nothing on this machine.
-
-    Where there is a folder called like the owner, the path is a mistyped one in that folder.
-    """
+    """Return whether a path names a repository of the Hub, and nothing in a folder that is here."""
     return bool(REPO.fullmatch(path)) and not (Path(path).exists() or Path(path).parent.is_dir())
 
 
