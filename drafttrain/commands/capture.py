@@ -16,6 +16,7 @@ from drafttrain.commands.setup.target_and_drafter import (
     expected_spec,
     load_on_ranks,
     load_samples,
+    others_answers,
     read_samples,
     refuse_selfgen,
     refuse_without_store,
@@ -70,6 +71,8 @@ def capture_until(
         f"{config.model.label} ({config.model.origin})"
     )
     say(f"  data={config.data.name}  hardware={config.hardware.name}  store: {folder}")
+    for line in others_answers(config.data, config.model):
+        say(line)
     check_store_folder(folder)
     if served := config.hardware.target_placement == "vllm":
         refuse_selfgen(config.data)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,23 +147,21 @@ class Ranks:
             raise ValueError(told)
         return found
 
-    def broadcast_in_place(self, tensors: list[Tensor]) -> None:
-        """Overwrite `tensors`, which lie on `device`, with those of rank 0."""
-        if self.world_size > 1:
-            with self._naming_the_loss():
-                for tensor in tensors:
-                    dist.broadcast(tensor, src=0)
+    def broadcast_in_place(self, tensors: list[Tensor], source: int = 0) -> None:
+        """Overwrite `tensors`, which lie on `device`, with those of one rank."""
+        self._in_buckets(tensors, partial(dist.broadcast, src=source))
 
     def sum_in_place(self, tensors: list[Tensor]) -> None:
-        """Overwrite `tensors`, which lie on `device`, with their sums over ranks.
+        """Overwrite `tensors`, which lie on `device`, with their sums over ranks."""
+        self._in_buckets(tensors, dist.all_reduce)
 
-        Small ones are summed together, in buckets: each collective has a cost of its own.
-        """
+    def _in_buckets(self, tensors: list[Tensor], collective: Callable[..., Any]) -> None:
+        """Run a collective in place; small tensors share one, for each has a cost of its own."""
         if self.world_size == 1:
             return
         with self._naming_the_loss():
             buckets = [(bucket, _flat(bucket)) for bucket in _buckets(tensors)]
-            work = [dist.all_reduce(flat, async_op=True) for _, flat in buckets]
+            work = [collective(flat, async_op=True) for _, flat in buckets]
             for handle, (bucket, flat) in zip(work, buckets, strict=True):
                 assert handle is not None
                 handle.wait()

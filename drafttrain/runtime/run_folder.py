@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -32,6 +33,7 @@ PATHS = frozenset(
     | {"drafter.members", "features.dir", "run.init_from", "eval.prompts", "eval.vllm_python"}
     | {"vllm.python", "data.repo", "eval.dataset", "eval.two_model"}  # or on the Hub, or the PATH
 )
+REPO = re.compile(r"[\w-][\w.-]{,95}/[\w-][\w.-]{,95}", re.ASCII)  # of the Hub: owner/name
 WITHIN = "${run.dir}/"  # begins a path below the run folder, which may be moved or copied
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "datasets", "peft", "deepspeed", "wandb"),
@@ -80,6 +82,11 @@ def absolute(key: str, value: Any) -> Any:
     if key not in PATHS:
         return value
     return _each(lambda path: os.path.abspath(path) if os.path.lexists(path) else path, value)
+
+
+def is_repo(path: str) -> bool:
+    """Return whether a path names a repository of the Hub, and nothing in a folder that is here."""
+    return bool(REPO.fullmatch(path)) and not (Path(path).exists() or Path(path).parent.is_dir())
 
 
 def _each(change: Callable[[str], str], value: Any) -> Any:

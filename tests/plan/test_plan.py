@@ -455,7 +455,7 @@ def test_plan_is_printed_in_100_columns_and_written(
     assert "…" not in printed
     data = json.loads((folder / "plan.json").read_text())
     assert data["target"]["num_parameters"] == PUBLISHED["llama70b"]
-    assert {choice["target"] for choice in data["choices"]} == {
+    assert {choice["target_placement"] for choice in data["choices"]} == {
         "device", "device_map", "zero3", "stored",
     }  # fmt: skip
     for choice in data["choices"]:
@@ -515,7 +515,7 @@ def test_other_drafters_and_small_targets_are_planned(drafter: str) -> None:
     plan = planned(f"drafter={drafter}", "hardware=cpu", "hardware.train_dtype=float32")
     assert plan.chosen.memory.fits
     assert plan.chosen.hours > 0
-    assert plan.serving[0].speedup > 0
+    assert plan.serving[0].predicted_speedup > 0
 
 
 def test_stored_features_take_what_others_say_theirs_take() -> None:
@@ -685,17 +685,17 @@ def test_acceptance_length_is_that_of_equal_rates() -> None:
 def test_speculation_pays_at_small_batches_and_not_at_large_ones() -> None:
     plan = planned("model=llama8b", "hardware=h100x1", "plan.batch_sizes=[1,32,512,4096]",
                    "plan.context=512")  # fmt: skip
-    speedups = [row.speedup for row in plan.serving]
+    speedups = [row.predicted_speedup for row in plan.serving]
     assert speedups[0] > 1.5
     assert speedups[-1] < 1
     assert plan.serving[0].bound == "memory"
     assert plan.serving[-1].bound == "arithmetic"
-    assert plan.serving[-1].best_speedup >= plan.serving[-1].speedup
+    assert plan.serving[-1].best_predicted_speedup >= plan.serving[-1].predicted_speedup
     host = host_of(plan.job, replace(default_settings(), context=512))
     edge = break_even(host, 4, 0.75, None)
     assert edge is not None
-    assert serve(host, edge, 4, 0.75, None).speedup > 1
-    assert serve(host, edge + 1, 4, 0.75, None).speedup <= 1
+    assert serve(host, edge, 4, 0.75, None).predicted_speedup > 1
+    assert serve(host, edge + 1, 4, 0.75, None).predicted_speedup <= 1
     assert break_even(host, 4, 0.0, None) == 0
 
 
@@ -746,7 +746,7 @@ def test_a_given_acceptance_length_is_what_is_counted_with() -> None:
     plan = planned("model=llama8b", "hardware=h100x1", "plan.acceptance_length=2.5")
     assert {row.acceptance_length for row in plan.serving} == {2.5}
     row = plan.serving[0]
-    assert row.speedup == pytest.approx(2.5 * row.plain_s / (row.draft_s + row.verify_s))
+    assert row.predicted_speedup == pytest.approx(2.5 * row.plain_s / (row.draft_s + row.verify_s))
 
 
 def test_a_drafter_that_nobody_described_is_planned() -> None:

@@ -13,13 +13,20 @@ from torch import Tensor
 
 from drafttrain.commands.setup.members import member_of
 from drafttrain.config.compose import load_choice, recorded
-from drafttrain.config.groups import choices, content_of, own_file
+from drafttrain.config.groups import (
+    changed_keys,
+    choices,
+    content_of,
+    follow_up,
+    own_file,
+    told_target,
+)
 from drafttrain.config.sections import CaptureConfig, TrainConfig
 from drafttrain.config.values import class_of
 from drafttrain.core.ops.graphs import CAPTURES
 from drafttrain.core.types import FeatureSource, Sample, TargetSpec, changed_part
 from drafttrain.data.chat import encode, within_limits
-from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
+from drafttrain.data.conversations import DataConfig, HubConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import template_fingerprint
 from drafttrain.drafters.base import Drafter, DrafterConfig, JoinedConfig
@@ -66,6 +73,17 @@ from drafttrain.target.store.features import StoredTarget
 from drafttrain.target.store.shards import wrong_spec
 from drafttrain.target.vllm.process import require_vllm
 from drafttrain.training.checkpoint import Checkpoints, TrainState
+
+
+def others_answers(data: DataConfig, model: ModelConfig) -> list[str]:
+    """Return a line on data whose answers the target did not write, with what makes it do so."""
+    if not isinstance(data, HubConfig):
+        return []
+    asked = [f"data={data.name}", *changed_keys("data", data), *told_target(model)]
+    return [
+        f"  the answers of data={data.name} are another's; training on the target's "
+        f"own gives longer drafts: {follow_up('regenerate', *asked)}"
+    ]
 
 
 def read_samples(
