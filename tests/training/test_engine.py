@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import dealt
 from paths import PYTHONPATH, ROOT
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -226,8 +227,7 @@ def test_any_engine_on_several_ranks_takes_the_steps_of_one(ranks: int, tmp_path
         assert_same_curve(curve, expected, rel=2e-6)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("name", "bad"), dealt(ENGINES, [float("nan"), float("inf")]))
 def test_a_loss_that_is_not_finite_changes_nothing(name: str, bad: float, tmp_path: Path) -> None:
     engine, other = make_engine(name), make_engine(name)
     train(engine, 4, steps=2)
@@ -246,8 +246,9 @@ def test_a_loss_that_is_not_finite_changes_nothing(name: str, bad: float, tmp_pa
     assert train(engine, 4, steps=3, first=2) == train(other, 4, steps=3, first=2)
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.5])
-@pytest.mark.parametrize("name", [*ENGINES, "none+muon"])
+@pytest.mark.parametrize(
+    ("name", "factor"), [("none", 0.5), *dealt([*ENGINES, "none+muon"], [0.0, 0.5])]
+)
 def test_a_part_of_the_parameters_is_updated_at_its_own_rate(name: str, factor: float) -> None:
     """An update is linear in the rate: of the weights' change, `factor` is left."""
     engine, plain = make_engine(f"{name}+parts"), make_engine(name)
