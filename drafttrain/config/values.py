@@ -91,7 +91,7 @@ def check_drafter(plain: dict[str, Any]) -> None:
     """
     target = str(plain.get("_target_"))
     module, _, name = target.rpartition(".")
-    if target in targets("drafter") and OURS.fullmatch(target) and module not in sys.modules:
+    if module not in sys.modules and OURS.fullmatch(target) and target in targets("drafter"):
         hints = [
             (key, eval(ast.unparse(line.annotation), {"Any": Any}))
             for key, line in _declared(target).items()
