@@ -113,6 +113,7 @@ def _light_commands() -> Iterator[None]:
     from composed import ComposedOnce
 
     from drafttrain.commands.setup import plan
+    from drafttrain.evaluation import measure
     from drafttrain.plan import accelerator, shapes
     from drafttrain.runtime import hardware
 
@@ -122,6 +123,7 @@ def _light_commands() -> Iterator[None]:
         patch.setattr(omegaconf.omegaconf, "yaml", ParsedOnce())
         patch.setattr(hydra, "compose", ComposedOnce(hydra.compose))
         patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(measure, "gc", YoungGarbage())
         # Every `train` plans, and most of them plan alike.
         for module, name in (
             (accelerator, "measured_peaks"),
@@ -148,6 +150,16 @@ def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
         return answers[key]
 
     return answer
+
+
+class YoungGarbage:
+    """The module `gc`, whose full collection, slow in a test run, looks at new objects only."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(gc, name)
+
+    def collect(self, generation: int = 2) -> int:
+        return gc.collect(0)
 
 
 class ParsedOnce:
