@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import dealt
 from paths import PYTHONPATH, ROOT
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -245,8 +246,7 @@ def test_any_engine_on_several_ranks_takes_the_steps_of_one(ranks: int, tmp_path
         assert_same_curve(curve, expected, rel=2e-6)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("name", "bad"), dealt(ENGINES, [float("nan"), float("inf")]))
 def test_a_loss_that_is_not_finite_changes_nothing(name: str, bad: float, tmp_path: Path) -> None:
     engine, other = make_engine(name), make_engine(name)
     train(engine, 4, steps=2)

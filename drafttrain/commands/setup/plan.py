@@ -12,7 +12,7 @@ from statistics import median
 import torch
 import yaml
 
-from drafttrain.config.compose import compose, load_choice, printed, recorded
+from drafttrain.config.compose import as_plain, compose, load_choice, recorded
 from drafttrain.config.groups import choices, conf_dir, follow_up, told_target
 from drafttrain.config.overrides import UsageError, spelled
 from drafttrain.config.sections import PlanConfig, TrainConfig
@@ -122,8 +122,8 @@ def _foreseen(config: TrainConfig, free: int) -> tuple[list[str], dict[str, str]
         placement = "stored"  # no target is loaded
     if hardware.check_fit:
         # Without a GPU, the plan of a machine that has some says more than that of this one.
-        elsewhere = plan_command(config, "h100x8") if chip.is_cpu else more
-        refuse_unless_fitting(job, own, placement, elsewhere)
+        elsewhere = "h100x8" if chip.is_cpu else None
+        refuse_unless_fitting(job, own, placement, lambda: plan_command(config, elsewhere))
     lines = short_form(job, cost(job, place(job, own, placement), stored), more)
     return lines, vars(job.placement)
 
@@ -135,7 +135,7 @@ def plan_command(config: TrainConfig, hardware: str | None = None) -> str:
     if hardware is not None:
         words, known = [*words, f"hardware={hardware}"], known - {"hardware"}
     for whole in (True, False):  # choices first: they change what other keys are by default
-        usual = yaml.safe_load(printed(compose("plan", words)))  # not checked: data.path is null
+        usual = as_plain(compose("plan", words))  # not checked: data.path is null
         for section in sorted(known):
             theirs, name = usual[section], getattr(config, section).name
             if whole and name != theirs["name"] and name in choices(section):
