@@ -114,8 +114,13 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         keep_start(folder, start)
     num_tokens = sum(len(sample.tokens) for sample in material.samples)
     if config.trainer.unsized:
+
+        def num_steps(tokens_per_step: int, epochs: float) -> int:
+            return Batches(material.samples, tokens_per_step, 1, config.run.seed).num_steps(epochs)
+
         width, rate = drafter.spec.hidden_size, config.drafter.lr
-        config = replace(config, trainer=config.trainer.sized(num_tokens, width, rate))
+        trainer = config.trainer.sized(num_tokens, num_steps, width, rate)
+        config = replace(config, trainer=trainer)
         say(f"trainer={config.trainer.name} chose {_sizes(config.trainer)}")
         check_resumed(config)
     trainer = config.trainer
@@ -146,7 +151,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     )
     say(
         f"data: {len(material.samples):,} conversations of {num_tokens:,} tokens, "
-        f"{len(batches.steps):,} steps an epoch; {len(material.held_out)} held out"
+        f"{batches.num_steps(1):,} steps an epoch; {len(material.held_out)} held out"
     )
     validation = validation_of(config, material, engine, stop, dtype)
     store = material.store

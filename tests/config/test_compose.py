@@ -494,7 +494,7 @@ def test_a_rate_or_a_length_that_changes_nothing_is_refused_and_a_repeated_one_i
         assert compose("train", given).drafter.lr == 0.01
     told = [f"run.dir={tmp_path}", "drafter.lr=0.01", "trainer.epochs=2"]
     config = typed(compose("train", [*told, "trainer=auto"]), TrainConfig)
-    sized = config.trainer.sized(100_000, 64, config.drafter.lr)  # type: ignore[attr-defined]
+    sized = config.trainer.sized(100_000, lambda *_: 300, 64, config.drafter.lr)  # type: ignore[attr-defined]
     write_config(replace(config, trainer=sized), tmp_path / "config.yaml")
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
     assert compose("train", [*told, "run.resume=true"]).trainer.max_steps == sized.max_steps

@@ -5,7 +5,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from statistics import median
 
@@ -198,7 +198,9 @@ def job_of(
                 "trainer=auto takes its steps from the data, which is not read for a plan: give "
                 "trainer.max_steps and trainer.tokens_per_step, or data.limit"
             )
-        trainer = trainer.sized((conversations or 1) * length, plain.hidden_size, config.drafter.lr)
+        count, rate = conversations or 1, config.drafter.lr
+        steps = partial(_num_steps, count, length)
+        trainer = trainer.sized(count * length, steps, plain.hidden_size, rate)
     load = Load(
         # A step with fewer tokens than its micro batches hold has fewer rows in each.
         rows=max(1, min(hardware.micro_batch, -(-trainer.tokens_per_step // (length * ranks)))),
@@ -265,6 +267,12 @@ def _engine_bytes(
         enough = gpus_to_serve(target_bytes, chip.memory, heads, SERVING_SHARE * engine.memory)
         spread = min(enough, max(1, gpus))
     return max(engine.memory * chip.memory, target_bytes / int(spread))
+
+
+def _num_steps(conversations: int, length: int, tokens_per_step: int, epochs: float) -> int:
+    """Return the steps of epochs, as `Batches` would cut conversations of one length into them."""
+    an_epoch = min(conversations, max(1, round(conversations * length / tokens_per_step)))
+    return max(1, ceil(round(epochs * an_epoch, 6)))
 
 
 def drafter_cost(
