@@ -118,6 +118,12 @@ def _run(arguments: list[str], output: Output) -> int:
                 print(printed(config), end="")
                 return 0
             loaded: Any = typed(config, COMMANDS[command])
+            count = getattr(getattr(loaded, "data", None), "preview", 0)
+            if count and command not in TOGETHER:
+                raise UsageError(
+                    f"data.preview must be 0 for {command}, which trains on no records, got "
+                    f"{count}; train and capture show what they would train on"
+                )
             if request.slurm is not None:
                 print(_slurm_script(request, loaded), end="")
                 return 0

@@ -106,8 +106,9 @@ class ChatLoop:
 
     def _answer(self, text: str) -> None:
         turn = Message("user", text)
+        asked = self._with(turn)
         try:
-            tokens = self.talk.tokens(self._with(turn))
+            tokens = self.talk.tokens(asked)
             stream = self.talk.stream(tokens)
         except ValueError as error:
             if not self.asked:
@@ -122,5 +123,6 @@ class ChatLoop:
             if not self.asked:
                 raise
             sys.stderr.write("stopped\n")
-        if stream.text.strip():  # else it was stopped before it began
-            self.messages += [turn, Message("assistant", stream.text)]
+        answer = self.talk.answer(asked, stream)
+        if answer.content.strip():  # else it was stopped before it began
+            self.messages += [turn, answer]

@@ -1,7 +1,6 @@
 """A drafter in the layouts that serving engines load, and its push to the Hub."""
 
 import copy
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from drafttrain.runtime.hardware import choose_device
 from drafttrain.runtime.lock import beside, hold
 from drafttrain.runtime.settings import AUTO, require
 from drafttrain.runtime.terminal import console, working
-from drafttrain.target.pretrained.models import find, load_model_config, load_tokenizer
+from drafttrain.target.pretrained.models import find, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,7 @@ def export(config: ExportConfig) -> None:
                 measure=partial(_measured, config, wanted) if settings.measured_prompts else None,
                 target_folder=target_folder,
             )
-        scaled: list[str] = []
-        with suppress(ValueError):  # a repository may be out of reach, and need not be read
-            scaled = scaling_lines(wanted.drafter.config, load_model_config(config.model))
-        for line in [*done.lines(), *scaled]:
+        for line in [*done.lines(), *scaling_lines(wanted.drafter)]:
             console.print(line)
         if name == TARGET:
             console.print(f"{TARGET}: where you save {config.model.label}, merged by PEFT")

@@ -84,7 +84,7 @@ def answered(talk: Talk, prompt: Prompt, row: int, decode: Callable[[Stream], An
         except ValueError as error:
             raise ValueError(f"{prompt.id}: {error}") from error
         decode(stream)
-        messages.append(Message("assistant", stream.text))
+        messages.append(talk.answer(messages, stream))
         streams.append(stream)
     return streams
 

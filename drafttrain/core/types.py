@@ -86,6 +86,7 @@ class TargetSpec:
     bos_token_id: int | None
     pad_token_id: int | None
     embedding_scale: float = 1.0  # the factor that it multiplies embeddings by
+    rope_scaling: dict[str, Any] | None = None  # of its rotary positions, as Transformers has it
     unused_token_id: int | None = None  # one that the tokenizer never writes, if there is any
     limited_by: str = ""  # why max_positions is less than the model was made for; "" if it is not
 

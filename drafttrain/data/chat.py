@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,9 @@ from drafttrain.data.conversations import Conversation, Conversations, DataConfi
 from drafttrain.data.records import Message, Recorded, Unusable
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import (
+    ANSWER,
     NONE,
+    USER,
     ChatFormat,
     Located,
     Span,
@@ -24,6 +27,7 @@ from drafttrain.data.template import (
     TemplateLimitError,
     render,
 )
+from drafttrain.data.thoughts import after_thought, marks_of
 from drafttrain.runtime.terminal import progress
 
 CHUNK = 512  # conversations tokenised at a time
@@ -111,12 +115,12 @@ def located_of(conversation: Conversation | PlainText, form: ChatFormat | None) 
 def own_words(recorded: Recorded | None, content: str, tokenizer: Any) -> Recorded | None:
     """Return a recorded answer, without its tokens where they are another target's.
 
-    An endpoint may leave the reasoning out of the text, which is then only the end of the tokens.
+    The text may be a part of the tokens: without reasoning, or what the template writes around it.
     """
     if recorded is None or recorded.tokens is None:
         return recorded
     text = text_of(tokenizer, recorded.tokens, skip_special_tokens=True)
-    ours = text.rstrip(CUT_CHARACTER).strip().endswith(content.rstrip(CUT_CHARACTER).strip())
+    ours = content.rstrip(CUT_CHARACTER).strip() in text
     return recorded if ours else Recorded(None, recorded.finished)
 
 
@@ -242,6 +246,45 @@ def prompt_tokens(messages: Sequence[Message], tokenizer: Any, template: Templat
         return token_ids(tokenizer, text)
     text = render(messages, tokenizer, template, for_answer=True)
     return token_ids(tokenizer, text, special=False)
+
+
+def answer_turn(
+    history: Sequence[Message], tokens: Sequence[int], tokenizer: Any, template: Template
+) -> Message:
+    """Return a generated answer as the turn that follows `history` in later prompts.
+
+    Its content is the text without special tokens, and without what the chat template writes around
+    a content by itself, such as gpt-oss's `<|channel|>final<|message|>`. A thought stays where the
+    template drops it from later prompts, or repeats it as it was generated; elsewhere it is cut.
+    """
+    content = text_of(tokenizer, tokens, skip_special_tokens=True)
+    if template.kind == NONE:
+        return Message("assistant", content)
+    words = {each.content for each in tokenizer.added_tokens_decoder.values() if each.special}
+    special = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
+
+    def later(content: str) -> str:
+        turns = [*history, Message("assistant", content), Message("user", USER)]
+        return render(turns, tokenizer, template).partition(USER)[0]
+
+    try:
+        prompt = render(history, tokenizer, template, for_answer=True)
+        body, _, tail = later(ANSWER).partition(ANSWER)
+        header = body[len(prompt) :] if body.startswith(prompt) else ""
+        text = text_of(tokenizer, tokens, skip_special_tokens=False)
+        for found in special.finditer(tail):
+            text = text.removesuffix(tail[: found.end()])
+        answer = text.removeprefix(header)
+        if special.search(header) and not marks_of(header):  # a thought may precede it
+            answer = text.rpartition(header)[2]
+        content, without = special.sub("", answer), special.sub("", after_thought(answer))
+        if marks_of(answer):
+            texts = later(content), later(without), prompt + text
+            kept, cut, generated = ("".join(each.split()) for each in texts)
+            content = content if kept == cut or kept.startswith(generated) else without
+    except Unusable:  # the template refuses an answer, or another turn, here
+        pass
+    return Message("assistant", content)
 
 
 def prompt_of(sample: Sample) -> list[int]:

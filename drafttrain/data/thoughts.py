@@ -26,6 +26,12 @@ def closed_length(text: str) -> int:
     return len(text) - len(text[ends[-1] :].lstrip())
 
 
+def after_thought(text: str) -> str:
+    """Return what follows the last mark that closes a thought; all of a text without one."""
+    ends = [mark.end() for mark in MARK.finditer(text) if CLOSING.fullmatch(mark[0])]
+    return text[ends[-1] :].lstrip() if ends else text
+
+
 def begins_with_thought(answer: str) -> bool:
     """Return whether an answer begins with a mark that opens a thought."""
     found = MARK.match(answer.lstrip())

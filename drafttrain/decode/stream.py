@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,6 +96,7 @@ class Stream:
         self.text = ""
         self.limit = limit  # of tokens
         self.num_passes, self.seconds = 0, 0.0
+        self.turn_of: Callable[[Sequence[int]], Any]  # the turn of an answer's tokens
         self.decoded: Decoded | None = None
         self._passes, self._spelling = passes, Spelling(tokenizer)
         self._ready: deque[Piece] = deque()
@@ -105,6 +106,15 @@ class Stream:
     def tokens(self) -> list[int]:
         """The tokens decoded so far."""
         return self._spelling.tokens
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The answer so far as a turn, for the messages of the next question.
+
+        Its content is without what the chat template writes itself, such as a header.
+        """
+        turn = self.turn_of(self.tokens)
+        return {"role": turn.role, "content": turn.content}
 
     @property
     def tokens_per_pass(self) -> float | None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import Sampling
-from drafttrain.core.tokenizer import text_of, token_ids
+from drafttrain.core.tokenizer import token_ids
 from drafttrain.core.types import Decoded, MethodKey, PromptResult
-from drafttrain.data.chat import prompt_tokens
+from drafttrain.data.chat import answer_turn, prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.data.skips import NothingUsable, SkipReport
@@ -368,8 +368,8 @@ def _group(
                 about = (prompt.id, turn, prompt.task, name, block, len(asked))
                 results.append(PromptResult(*about, output.tokens, output.stats, depth))
         for place, output in zip(places, outputs[ALONE], strict=True):
-            answer = text_of(target.tokenizer, output.tokens, skip_special_tokens=True)
-            messages[place].append(Message("assistant", answer))
+            history = messages[place]
+            history.append(answer_turn(history, output.tokens, target.tokenizer, template))
     return results
 
 

@@ -11,7 +11,12 @@ from drafttrain.core.types import TargetSpec
 from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained.adapter import check_adapter
 from drafttrain.target.pretrained.config import ModelConfig
-from drafttrain.target.pretrained.limits import final_norm_of, limits_of, rope_theta_of
+from drafttrain.target.pretrained.limits import (
+    final_norm_of,
+    limits_of,
+    rope_scaling_of,
+    rope_theta_of,
+)
 from drafttrain.target.pretrained.models import (
     fingerprint,
     load_generation_config,
@@ -65,6 +70,7 @@ def describe(config: ModelConfig, model_config: Any, generation: Any, tokenizer:
         # OLMo states none: its norms use torch's default. Only drafters use this value.
         rms_norm_eps=next((float(eps) for eps in stated if eps is not None), 1e-5),
         rope_theta=rope_theta_of(text),
+        rope_scaling=rope_scaling_of(text),
         max_positions=limits.positions,
         embedding_scale=limits.embedding_scale,
         limited_by=limits.reason,

@@ -71,7 +71,9 @@ def test_a_text_is_the_only_message_of_a_chat(
     told: dict[str, Any] = {"max_new_tokens": 12, "temperature": temperature, "seed": 3}
     text = drafttrain.generate(target, drafter, "Say hello.", **told)
     messages = [{"role": "user", "content": "Say hello."}]
-    assert drafttrain.generate(target, drafter, messages, **told).tokens == text.tokens
+    same = drafttrain.generate(target, drafter, messages, **told)
+    assert same.tokens == text.tokens
+    assert same.message == {"role": "assistant", "content": same.text}
     assert text.text == target.tokenizer.decode(text.tokens, skip_special_tokens=True)
     counters = text.stats.trimmed
     assert text.acceptance_length == 1 + counters.num_accepted_tokens / counters.num_drafts

@@ -30,3 +30,19 @@ def test_a_preview_marks_trained_tokens_and_ends(
     assert "tokens are trained (" in shown
     assert "skipped 1 of 6 conversations" in shown
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [
+        ("regenerate", "data.path=a.jsonl"),
+        ("plan", "drafter=eagle3"),
+        ("evaluate", "drafter=ngram"),
+        ("generate", "drafter=ngram"),
+    ],
+)
+def test_commands_that_train_on_no_records_refuse_a_preview(
+    command: str, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, setting, "data.preview=2"]) == 2
+    assert f"data.preview must be 0 for {command}, which trains on" in capsys.readouterr().err

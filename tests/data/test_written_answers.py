@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from builders import BY_TEMPLATE, WITHOUT_TEMPLATE
 from test_chat import chat, config, encode_one, marked, qwen3, splitting_as_llama3, tiny
 
-from drafttrain.data.chat import encode
+from drafttrain.data.chat import answer_turn, encode
 from drafttrain.data.conversations import Conversation
 from drafttrain.data.records import Message, Recorded, messages_of
 from drafttrain.data.skips import NothingUsable
+from drafttrain.data.template import render
 
 Q, A, THOUGHT = "Hi there", "It is", "<think>\nHm.\n</think>\n\nIt is"
 HEAD = "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -248,3 +250,54 @@ def test_a_turn_of_weight_0_is_context() -> None:
     untrained = {"role": "assistant", "content": A, "train": False}  # as axolotl marks it
     messages = messages_of({"messages": [{"role": "user", "content": Q}, untrained]})
     assert messages == (Message("user", Q), Message("assistant", A, False))
+
+
+# A template, what a model writes after its prompt, and the content of that turn in later prompts.
+WRITTEN = [
+    ("plain", "It is<|end|>", "It is"),
+    ("plain", THOUGHT, THOUGHT),  # the template repeats it
+    ("header", "<channel>final<message>It is<|end|>", "It is"),
+    ("header", "<channel>x<message>Hm.<|user|><a><channel>final<message>It is<|end|>", "It is"),
+    ("header", "<channel>final<message>", ""),  # it was cut
+    ("header", "It is", "It is"),
+    ("word header", "all\nIt is<|end|>", "It is"),
+    ("word header", "Not all\nof it", "Not all\nof it"),
+    ("empty thought", "\n<think></think>\nIt is<|end|>", "It is"),
+    ("empty thought", f"\n{THOUGHT}", "It is"),  # the template would write an empty one before it
+    ("open thought", "Hm.\n</think>\n\nIt is <b>so</b><|end|>", "It is <b>so</b>"),
+    ("open thought", "Hm. It is", "Hm. It is"),  # cut within its thought
+    ("opened and closed", "Hm.\n</think>\n\nIt is<|end|>", "It is"),
+    ("drops thoughts", f"{THOUGHT}<|end|>", THOUGHT),  # the template drops it from later prompts
+    ("many marks", "It is<|user|>response<|system|><|end|>", "It is"),
+    ("many marks", "It is<|user|>response<|system|>", "It is"),  # without the token that ends it
+    ("special thought", "[THINK]Hm.[/THINK]It is<|end|>", "It is"),
+    ("no later turns", "all\nIt is<|end|>", "all\nIt is"),
+]
+TEMPLATES["special thought"] = TEMPLATES["plain"]
+TEMPLATES["no later turns"] = (
+    "{{ raise_exception('one question') if messages | length > 1 else '' }}" + TEMPLATES["header"]
+)
+
+
+@pytest.mark.parametrize(("name", "text", "content"), WRITTEN)
+def test_a_generated_answer_stands_in_later_prompts_as_the_template_writes_it(
+    name: str, text: str, content: str
+) -> None:
+    tokenizer, asked = made(name), Message("user", Q)
+    special = ["<channel>", "<message>", *(["[THINK]", "[/THINK]"] if "special" in name else [])]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    turn = answer_turn([asked], ids, tokenizer, BY_TEMPLATE)
+    assert turn == Message("assistant", content)
+    if name == "no later turns":
+        return
+    later = render([asked, turn, Message("user", "Why")], tokenizer, BY_TEMPLATE, for_answer=True)
+    assert later.count("<channel>final<message>") == (name == "header")
+    assert later.count("all\n") == (name == "word header") + content.count("all\n")
+    assert later.count("</think>") <= 2 - ("open" not in name)  # the next prompt may close one
+
+
+def test_a_generated_answer_without_a_template_is_its_text() -> None:
+    tokenizer = tiny()
+    ids = tokenizer("It is<|end|>", add_special_tokens=False)["input_ids"]
+    assert answer_turn([], ids, tokenizer, WITHOUT_TEMPLATE).content == "It is"

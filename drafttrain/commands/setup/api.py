@@ -8,6 +8,7 @@ import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +28,7 @@ from drafttrain.config.sections import EvaluateConfig
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.tokenizer import text_of
 from drafttrain.core.types import Decoded
-from drafttrain.data.chat import prompt_tokens
+from drafttrain.data.chat import answer_turn, prompt_tokens
 from drafttrain.data.records import Message, Unusable, message_of
 from drafttrain.decode.autoregressive import autoregressive_passes
 from drafttrain.decode.loop import speculative_passes
@@ -51,9 +52,13 @@ Messages = Sequence[Mapping[str, str]]  # {"role", "content"}, as in a chat
 
 @dataclass(frozen=True)
 class Generated(Decoded):
-    """An answer: its text, its tokens (the end of the turn too), and what they cost."""
+    """An answer: its text, its tokens (the end of the turn too), and what they cost.
+
+    message: its turn, for the messages of the next question (see `Stream.message`).
+    """
 
     text: str
+    message: dict[str, str]
 
     @property
     def acceptance_length(self) -> float | None:
@@ -140,9 +145,13 @@ def stream(
     """
     config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
     check_alone(config.eval)
-    tokens = prompt_tokens(_messages(prompt), target.tokenizer, config.data.text_format)
+    messages, template = _messages(prompt), config.data.text_format
+    tokens = prompt_tokens(messages, target.tokenizer, template)
     _check_depth(config.eval)
-    return stream_of(target, drafter, tokens, config.eval, seed)
+    answer = stream_of(target, drafter, tokens, config.eval, seed)
+    about = {"tokenizer": target.tokenizer, "template": template}
+    answer.turn_of = partial(answer_turn, messages, **about)
+    return answer
 
 
 def generate(
@@ -162,7 +171,7 @@ def generate(
     answer = stream(target, drafter, prompt, seed=seed, **settings).rest()
     assert answer.decoded is not None, "it has ended"
     text = text_of(target.tokenizer, answer.decoded.tokens, skip_special_tokens=True)
-    return Generated(answer.decoded.tokens, answer.decoded.stats, text)
+    return Generated(answer.decoded.tokens, answer.decoded.stats, text, answer.message)
 
 
 def check_alone(how: EvalConfig) -> None:

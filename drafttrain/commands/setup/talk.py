@@ -10,7 +10,7 @@ from drafttrain.commands.setup.api import check_alone, stream_of
 from drafttrain.commands.setup.evaluation import NO_DEPTH_PAYS, Loaded, as_tuned, load
 from drafttrain.commands.setup.target_and_drafter import changed_target, inflate_as
 from drafttrain.config.sections import ChatConfig
-from drafttrain.data.chat import prompt_tokens
+from drafttrain.data.chat import answer_turn, prompt_tokens
 from drafttrain.data.records import Message, Unusable
 from drafttrain.decode.loop import describe_rule, is_lossless
 from drafttrain.decode.policy import Policy
@@ -75,6 +75,11 @@ class Talk:
         how, most = self.config.eval, min(self.config.chat.max_new_tokens, room)
         drafting = drafter if self.drafts else None
         return stream_of(target, drafting, tokens, how, self.config.run.seed, most, row)
+
+    def answer(self, messages: Sequence[Message], stream: Stream) -> Message:
+        """Return an answer to `messages` as the turn that follows them."""
+        template = self.config.data.text_format
+        return answer_turn(messages, stream.tokens, self.loaded.target.tokenizer, template)
 
     def plain_tokens_per_second(self, tokens: Sequence[int]) -> float | None:
         """Return the speed of the target alone after a prompt, from a few steps, warmed up."""

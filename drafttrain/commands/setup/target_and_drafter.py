@@ -32,6 +32,7 @@ from drafttrain.data.template import template_fingerprint
 from drafttrain.drafters.base import Drafter, DrafterConfig, JoinedConfig
 from drafttrain.drafters.serving.known import LAYOUTS
 from drafttrain.drafters.serving.layout import ServedLayout
+from drafttrain.drafters.shared.layer import ROPE_SCALINGS, TARGET, scaling_of
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.report.phrases import memory
 from drafttrain.runtime.config import HardwareConfig
@@ -63,7 +64,6 @@ from drafttrain.target.placement import (
 from drafttrain.target.pretrained.adapter import open_adapter
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.inflate import MULTIPLE, count_parameters, is_gated, widen
-from drafttrain.target.pretrained.limits import rope_scaling_of
 from drafttrain.target.pretrained.models import load_model_config, load_tokenizer
 from drafttrain.target.pretrained.shards import weight_bytes
 from drafttrain.target.pretrained.size import parameters
@@ -586,20 +586,20 @@ def describe_drafter(drafter: Drafter) -> str:
     return line
 
 
-def scaling_lines(drafter: DrafterConfig, model_config: Any) -> list[str]:
-    """Return a line where the target's rotary positions are scaled, and the drafter's are not so.
-
-    model_config: the target's, of Transformers.
-    """
-    target = rope_scaling_of(model_config.get_text_config(decoder=True))
-    if target is None or not hasattr(drafter, "rope_scaling") or drafter.rope_scaling == target:
+def scaling_lines(drafter: Drafter) -> list[str]:
+    """Return a line about a drafter's rotary positions where those of its target are scaled."""
+    target, setting = drafter.spec.rope_scaling, getattr(drafter.config, "rope_scaling", "")
+    if target is None or setting == "":  # it has none
         return []
-    written = ", ".join(f"{key}: {value}" for key, value in target.items())
-    own = "unscaled" if drafter.rope_scaling is None else "scaled otherwise"
-    return [
-        f"rotary positions: the target's are scaled ({target['rope_type']}), the drafter's are "
-        f"{own}; trained with drafter.rope_scaling='{{{written}}}' it has the target's"
-    ]
+    kind, own = target["rope_type"], scaling_of(setting, drafter.spec)
+    line = f"rotary positions: the target's are scaled ({kind}), the drafter's"
+    if own is not None and own == scaling_of(TARGET, drafter.spec):
+        read = "which vLLM and SGLang read; llama.cpp was not tried with it"
+        return [f"{line} are too, {read}: drafter.rope_scaling=null trains without"]
+    helps = f"drafter.rope_scaling={TARGET} takes the target's"
+    if kind not in ROPE_SCALINGS:
+        helps = f"drafters can be scaled by {', '.join(ROPE_SCALINGS)} alone"
+    return [f"{line} are {'scaled otherwise' if own else 'not'}; {helps}"]
 
 
 def inflate_drafter(drafter: Drafter, ratio: float) -> str:

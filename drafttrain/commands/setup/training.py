@@ -31,7 +31,6 @@ from drafttrain.runtime.terminal import Tell
 from drafttrain.target.model import Target
 from drafttrain.target.placement import Placement
 from drafttrain.target.pretrained.inflate import count_parameters
-from drafttrain.target.pretrained.models import load_model_config
 from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.engine.engine import Engine
@@ -121,7 +120,7 @@ def first_weights(
             f"drafter.mask_token_id is {mask}, which also ends answers of {spec.name}: the drafter "
             "cannot tell the two apart; give another id that no text holds"
         )
-    for line in scaling_lines(config.drafter, load_model_config(config.model)):
+    for line in scaling_lines(drafter):
         say(line)
     return drafter
 

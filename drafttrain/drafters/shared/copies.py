@@ -12,7 +12,7 @@ from drafttrain.core.ops.layers import ByHead, LayerShape, RMSNorm, Rotation
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import DrafterConfig, load_exactly
-from drafttrain.drafters.shared.layer import require_scaling
+from drafttrain.drafters.shared.layer import require_scaling, scaling_of
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.target.pretrained.limits import final_norm_of
 
@@ -27,7 +27,7 @@ class CopiesConfig(DrafterConfig):
 
     attention_bias: bool
     qk_norm: bool
-    rope_scaling: dict[str, Any] | None
+    rope_scaling: Any  # see `scaling_of`
 
     def __post_init__(self) -> None:
         require_scaling(self.rope_scaling)
@@ -38,7 +38,7 @@ class CopiesConfig(DrafterConfig):
             LayerShape.of(spec),
             attention_bias=self.attention_bias,
             qk_norm=self.qk_norm,
-            rope_scaling=self.rope_scaling,
+            rope_scaling=scaling_of(self.rope_scaling, spec),
         )
 
 

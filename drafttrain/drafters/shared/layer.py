@@ -1,7 +1,7 @@
 """The decoder layer of EAGLE drafters: shaped like the target's unless configured otherwise."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -30,6 +30,7 @@ ROPE_SCALINGS = {
     ),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+TARGET = "target"  # the setting for the target's own scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class LayerConfig(DrafterConfig):
     head_dim: int | None
     rms_norm_eps: float | None
     rope_theta: float | None
-    rope_scaling: dict[str, Any] | None
+    rope_scaling: Any  # TARGET, a scaling, or None
     attention_bias: bool
     attention_output_bias: bool
     qk_norm: bool
@@ -74,6 +75,7 @@ class LayerConfig(DrafterConfig):
         own = {key: getattr(self, key) for key in keys}
         theirs = {key: getattr(spec, key, None) for key in keys}
         sizes: dict[str, Any] = {k: theirs[k] if own[k] is None else own[k] for k in keys}
+        sizes["rope_scaling"] = scaling_of(self.rope_scaling, spec)
         shape = LayerShape(hidden_size=hidden_size or spec.hidden_size, **sizes)
         heads, groups = shape.num_attention_heads, shape.num_key_value_heads
         divide = f"divide drafter.num_attention_heads ({heads})"
@@ -88,11 +90,28 @@ class LayerConfig(DrafterConfig):
         return shape
 
 
-def require_scaling(scaling: dict[str, Any] | None) -> None:
+def scaling_of(setting: Any, spec: TargetSpec) -> dict[str, Any] | None:
+    """Return the scaling of a drafter's rotary positions, by its drafter.rope_scaling.
+
+    None where the target's is of a kind by which no drafter can rotate.
+    """
+    if setting != TARGET:
+        return dict(setting) if setting else None
+    numbers = dict(spec.rope_scaling or {})
+    kind = numbers.pop("rope_type", None)
+    numbers.pop("partial_rotary_factor", None)  # a drafter rotates its heads whole
+    usable = kind in ROPE_SCALINGS and not wrong_scaling(kind, numbers)
+    return {"rope_type": kind, **numbers} if usable else None
+
+
+def require_scaling(scaling: Any) -> None:
     """Raise ValueError for a drafter.rope_scaling by which no drafter could rotate."""
-    if scaling is None:
+    if scaling in (None, TARGET):
         return
-    key, kind = "drafter.rope_scaling", scaling.get("rope_type")
+    key = "drafter.rope_scaling"
+    need = f"be {TARGET}, null for none, or a scaling such as {{rope_type: linear, factor: 2.0}}"
+    require(isinstance(scaling, Mapping), key, need, scaling)
+    kind = scaling.get("rope_type")
     known = kind in [*ROPE_SCALINGS]
     require(known, f"{key}.rope_type", f"be one of {', '.join(ROPE_SCALINGS)}", kind)
     for name in ("rope_theta", "partial_rotary_factor"):

@@ -9,9 +9,8 @@ import torch
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY, Sampling
-from drafttrain.core.tokenizer import text_of
 from drafttrain.core.types import Counters, Decoded, DecodeStats, PromptResult
-from drafttrain.data.chat import prompt_tokens
+from drafttrain.data.chat import answer_turn, prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.data.template import Template
@@ -142,8 +141,7 @@ def asked_of(
             tokens = tuple(prompt_tokens(messages, target.tokenizer, template))
             assert len(tokens) == result.num_prompt_tokens, (prompt.id, turn)
             asked.append(WitnessPrompt(prompt.id, turn, prompt.task, tokens))
-            answer = text_of(target.tokenizer, result.tokens, skip_special_tokens=True)
-            messages.append(Message("assistant", answer))
+            messages.append(answer_turn(messages, result.tokens, target.tokenizer, template))
     return asked
 
 

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from drafttrain.core.chance import SeededChance
-from drafttrain.core.tokenizer import text_of
 from drafttrain.core.types import TargetSpec
-from drafttrain.data.chat import prompt_tokens
+from drafttrain.data.chat import answer_turn, prompt_tokens
 from drafttrain.data.prompts_to_answer import LAST, Question
 from drafttrain.data.records import Unusable
 from drafttrain.data.template import Template
@@ -52,7 +51,7 @@ def by_transformers(
                 rows=[dialogues[place].asked.index for place in prompts],
             )
             for place, answer in zip(prompts, decoded, strict=True):
-                take_tokens(dialogues[place], answer.tokens, spec, target.tokenizer)
+                take_tokens(dialogues[place], answer.tokens, spec, target.tokenizer, template)
         yield [dialogue.outcome for dialogue in dialogues if dialogue.outcome is not None]
 
 
@@ -100,7 +99,7 @@ def by_vllm(
             if answer.refused is not None:
                 dialogue.stop("refused by vLLM", answer.refused, final=True)
             else:
-                take_tokens(dialogue, answer.tokens, spec, tokenizer)
+                take_tokens(dialogue, answer.tokens, spec, tokenizer, template)
             ended += hand_in(dialogue)
         yield ended
         if not waiting:
@@ -138,14 +137,17 @@ def next_prompt(
 
 
 def take_tokens(
-    dialogue: Dialogue, tokens: Sequence[int], spec: TargetSpec, tokenizer: Any
+    dialogue: Dialogue,
+    tokens: Sequence[int],
+    spec: TargetSpec,
+    tokenizer: Any,
+    template: Template,
 ) -> None:
-    """Add an answer given as tokens; the stop token is not part of its text."""
+    """Add an answer given as tokens; what marks turns is not part of its text."""
     if (largest := max(tokens, default=0)) >= spec.vocab_size:
         why = f"answered with a token beyond the {spec.vocab_size:,} of the model"
         return dialogue.stop(why, f"token {largest:,}", final=True)
     finished = bool(tokens) and tokens[-1] in spec.eos_token_ids
-    answer = tokens[:-1] if finished else tokens
-    # As an endpoint returns it: without the tokens that mark turns.
-    text = text_of(tokenizer, answer, skip_special_tokens=True)
-    dialogue.take(text, tokens, len(tokens), finished)
+    written = tokens[:-1] if finished else tokens
+    turn = answer_turn(dialogue.messages, written, tokenizer, template)
+    dialogue.take(turn.content, tokens, len(tokens), finished)

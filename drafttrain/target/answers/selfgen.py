@@ -20,7 +20,9 @@ from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.tokenizer import text_of, token_ids
 from drafttrain.core.types import Sample, TargetSpec
+from drafttrain.data.chat import answer_turn
 from drafttrain.data.conversations import SelfgenConfig
+from drafttrain.data.records import Message
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import ChatFormat, Template, template_fingerprint
 from drafttrain.runtime.disk import refuse_links, write_whole
@@ -103,7 +105,7 @@ def selfgen(
             batches = [[Written(**one) for one in batch] for batch in found]
             for batch in filter(None, batches):
                 if ranks.is_main:
-                    append(folder, batch, frame, target.tokenizer)
+                    append(folder, batch, frame, target.tokenizer, config.text_format)
                 written.update({conversation.index: conversation for conversation in batch})
             tick(sum(map(len, batches)) - len(own))
     return to_samples([written[index] for index in range(count)], folder)
@@ -300,16 +302,17 @@ def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
     write_whole(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
 
 
-def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> None:
+def append(
+    folder: Path, batch: list[Written], frame: Frame, tokenizer: Any, template: Template
+) -> None:
     """Add a batch to the cache: tokens for training, and messages that data=jsonl can read too."""
     records = []
     for one in batch:
         user = one.tokens[len(frame.opening) : one.num_prompt_tokens - len(frame.closing)]
         answer = one.tokens[one.num_prompt_tokens : len(one.tokens) - one.finished]
-        messages = [
-            {"role": role, "content": text_of(tokenizer, turn)}
-            for role, turn in (("user", user), ("assistant", answer))
-        ]
+        asked = Message("user", text_of(tokenizer, user))
+        turns = [asked, answer_turn([asked], answer, tokenizer, template)]
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         records.append({"messages": messages, **vars(one)})
     append_records(folder / "conversations.jsonl", records)
 
