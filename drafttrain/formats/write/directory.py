@@ -70,7 +70,8 @@ def all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     card = folder / CARD
     # A model in this folder may be replaced if its card says it is an export; others never are.
-    export = card.is_file() and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
+    own = card.is_file() and not card.is_symlink()
+    export = own and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
     ours = {*FILES, *MODEL_FILES, INDEX, ADDED, GGUF, *filter(SHARD.fullmatch, found)}
     ours |= {name for name in found if name.endswith(CODE)}
     foreign = [name for name in found if not export or name not in ours]
