@@ -157,7 +157,8 @@ def attend(place: Path, rank: int) -> Iterator[None]:
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
     """Let one process at a time change a file that several commands write, for a moment each."""
-    lock = _lock_of(beside(path), "a change")
+    # The holder's name is not written: a full disk has no space for it, but may have some in `path`.
+    lock = FileLock(beside(path), thread_local=False, fallback_to_soft=False)
     with writing(path):
         lock.acquire(poll_interval=0.01)
     with _released(lock):

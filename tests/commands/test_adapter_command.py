@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,14 +86,12 @@ def test_the_next_commands_have_it(
     assert main(trained) == 2
     assert "the adapter differs" in capsys.readouterr().err.replace("\n", " ")
     assert main(["plan", BASE, ADAPTED, "drafter=medusa", "plan.dir=plan"]) == 0
-    (place / "lora" / "adapter_config.json").rename(place / "lora" / "away.json")
-    try:
-        for command in (["plan", "plan.dir=again"], ["train", "run.dir=again"]):
-            assert main([*command, BASE, ADAPTED, "drafter=medusa"]) != 0
-            captured = capsys.readouterr()
-            assert "missing: adapter_config.json" in (captured.err + captured.out)
-    finally:
-        (place / "lora" / "away.json").rename(place / "lora" / "adapter_config.json")
+    torn = shutil.copytree(place / "lora", place / "torn")
+    (torn / "adapter_config.json").unlink()
+    for command in (["plan", "plan.dir=again"], ["train", "run.dir=again"]):
+        assert main([*command, BASE, "model.adapter=torn", "drafter=medusa"]) != 0
+        captured = capsys.readouterr()
+        assert "missing: adapter_config.json" in (captured.err + captured.out)
 
 
 def test_an_export_has_no_path_of_it_and_says_what_to_serve(

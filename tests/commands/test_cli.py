@@ -108,7 +108,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         ("train drafter.layers=[1,2", "drafter.layers must be a list of integers such as [1,2] or"),
         ("train run.name=a/b", "run.name must be a name without slashes, on one line, got 'a/b'"),
         ("train run.seed=-1", "run.seed must be in [0, 2**63), got -1"),
-        ("evaluate", "run.dir must be given: python -m drafttrain evaluate run.dir=outputs/demo"),
+        ("evaluate", "run.dir must be given: python -m drafttrain evaluate run.dir="),
         ("evaluate run.dir=nowhere", "run.dir must be the folder of a run, got nowhere, which"),
         (
             "train drafter=admitted",

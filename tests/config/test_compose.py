@@ -263,7 +263,10 @@ def test_data_on_the_command_line_wins_over_the_models_own() -> None:
     assert compose("train", ["model=llama70b", "data.limit=7"]).data.limit == 7
 
 
-def test_a_run_is_read_back_as_it_was_told(run_folder: Path) -> None:
+def test_a_run_is_read_back_as_it_was_told(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where there is no outputs/selfgen
     told = typed(compose("train", [f"run.dir={run_folder}"]), TrainConfig)
     for command in ("evaluate", "export"):
         config = typed(compose(command, [f"run.dir={run_folder}"]), COMMANDS[command])
@@ -317,7 +320,10 @@ def test_a_runs_own_evaluation_is_not_replaced_by_another_drafters(run_folder: P
     assert compose("evaluate", [run]).eval.name == "default"
 
 
-def test_an_evaluation_without_a_run_is_repeated_by_its_folder(tmp_path: Path) -> None:
+def test_an_evaluation_without_a_run_is_repeated_by_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where there is no outputs/selfgen
     told = typed(
         compose("evaluate", ["drafter.path=/d/theirs", f"run.dir={tmp_path}", "run.seed=7"]),
         EvaluateConfig,

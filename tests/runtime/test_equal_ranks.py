@@ -103,8 +103,8 @@ def test_a_rank_names_the_ranks_that_do_not_come(
         opened = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, multi_tenant=True)
         for other in (0, 2):
             torch.distributed.PrefixStore("0", opened).set(str(other), "here")
-    monkeypatch.setattr(ranks, "LATE_S", 0.5)
-    monkeypatch.setattr(ranks, "STEP_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(ranks, "LATE_S", 0.2)
+    monkeypatch.setattr(ranks, "STEP_TIMEOUT", timedelta(seconds=3))
     place = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (place | {"MASTER_PORT": str(port)}).items():
         monkeypatch.setenv(name, value)
