@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from builders import BY_TEMPLATE
 from test_chat import chat, config, encode_one, marked, qwen3, splitting_as_llama3, tiny
 
 from drafttrain.data.chat import encode
 from drafttrain.data.conversations import Conversation
 from drafttrain.data.records import Message, Recorded, messages_of
 from drafttrain.data.skips import NothingUsable
+from drafttrain.data.template import ChatFormat
 
 Q, A, THOUGHT = "Hi there", "It is", "<think>\nHm.\n</think>\n\nIt is"
 HEAD = "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -248,3 +250,50 @@ def test_a_turn_of_weight_0_is_context() -> None:
     untrained = {"role": "assistant", "content": A, "train": False}  # as axolotl marks it
     messages = messages_of({"messages": [{"role": "user", "content": Q}, untrained]})
     assert messages == (Message("user", Q), Message("assistant", A, False))
+
+
+CODE = "    def f():\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("plain", f"<a>«{CODE}<|end|>»"),
+        ("header", f"<a>«<channel>final<message>{CODE}<|end|>»"),
+        ("word header", f"<a>>>>«all\n{CODE}<|end|>»"),
+        ("empty thought", f"<a>\n<think></think>\n«{CODE}<|end|>»"),
+        ("last empty thought", f"<a><think>\n\n</think>\n\n«{CODE}<|end|>»"),
+        ("opened and closed", f"<a><think>\n\n</think>\n\n«{CODE}<|end|>»"),
+        ("closed thought", f"<a><think>\n</think>«{CODE}<|end|>»"),
+        (
+            "closed, then a header",
+            f"<a><|START_THINKING|><|END_THINKING|>«<|START_RESPONSE|>{CODE}<|end|>»",
+        ),
+        ("drops thoughts", f"<a>«{CODE}<|end|>»"),
+        ("strips", f"<a>«{CODE.strip()}<|end|>»"),
+    ],
+)
+def test_the_indent_of_an_answer_is_trained_where_the_template_keeps_it(
+    name: str, expected: str
+) -> None:
+    asked = Message("user", Q)
+    conversation = Conversation((asked, Message("assistant", CODE)), 0, "a.jsonl:4")
+    assert outcome(conversation, name) == expected
+
+
+@pytest.mark.parametrize("question", ["a", "s", "<", "t>", "It"])
+def test_a_short_question_is_not_taken_for_a_part_of_a_header(question: str) -> None:
+    """QwQ and R1-Distill-Qwen drop the thoughts of earlier turns and close one in the prompt."""
+    tokenizer = splitting_as_llama3()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<s>' + m.role + '<b>' + m.content + '<e>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<s>assistant<b><think>\\n</think>' }}{% endif %}"
+    )
+    form = ChatFormat(tokenizer, BY_TEMPLATE)
+    turns = [Message("user", question), Message("assistant", question)]
+    located = form.locate([*turns, *turns])
+    asked = form.render([*turns, turns[0]], for_answer=True)
+    assert located.text.startswith(asked)
+    assert located.text[located.spans[-1].start :].startswith(question)
+    assert form.locate(turns).text.startswith(form.render(turns[:1], for_answer=True))
