@@ -91,7 +91,7 @@ def _cost(cost: Cost) -> dict[str, Any]:
     memory = cost.memory
     return {
         "deepspeed": memory.sharding.name,
-        "target": memory.placement,
+        "target_placement": memory.placement,
         "bytes": {**memory.parts, "total": memory.total},
         "host_bytes": memory.host,
         "fits": memory.fits,

@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -177,3 +178,31 @@ def test_an_object_over_several_lines_is_no_record_a_line(tmp_path: Path) -> Non
     (tmp_path / "a.json").write_text(json.dumps({"data": [GOOD]}, indent=1))
     with pytest.raises(NothingUsable, match="neither a json list nor a record a line"):
         read(jsonl(str(tmp_path / "a.json")))
+
+
+def test_parquet_of_the_hub_is_read_within_the_same_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    address = "hf://datasets/someone/something@0123/train.parquet"
+    path = bomb(tmp_path / "downloaded")
+
+    def builder(repo: str, *_: Any, **__: Any) -> Any:
+        config = SimpleNamespace(data_files={"train": [address]})
+        return SimpleNamespace(config=config)
+
+    def download(_: Any, names: list[str]) -> list[str]:
+        assert names == [address]
+        return [path]
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(datasets.DownloadManager, "download", download)
+    report = read(replace(hub(column="text"), template="none"))[1]
+    assert "expands to more than 1,000 times its size" in " ".join(report.lines())
+
+
+def test_parquet_files_that_are_named_are_read_within_the_same_bounds(tmp_path: Path) -> None:
+    config = hub(repo="parquet", files=bomb(tmp_path / "a.parquet"), column="text")
+    report = read(replace(config, template="none"))[1]
+    assert "expands to more than 1,000 times its size" in " ".join(report.lines())
