@@ -162,7 +162,7 @@ def _measured(config: ExportConfig, wanted: _ToExport, written_drafter: Drafter,
     """
     settings = replace(config.eval, depth=depth)
     device, template = torch.device(choose_device(config.hardware)), config.data.text_format
-    prompts, skipped = load_prompts(settings.source)
+    prompts, skipped = load_prompts(settings.source, config.data.known_roles)
     target, _ = load_target_to_decode(config.model, config.hardware, device)
     trained_on, given = wanted.drafter.spec.fingerprint, target.spec.fingerprint
     same = "be the target that the drafter was trained on"

@@ -12,6 +12,7 @@ from drafttrain.config.sections import ChatConfig
 from drafttrain.data.evaluation_prompts import Prompt, read_prompts
 from drafttrain.data.files import SUFFIXES
 from drafttrain.data.records import Message
+from drafttrain.decode.rows import check_tokens
 from drafttrain.decode.stream import Stream
 from drafttrain.report.answers import show
 from drafttrain.runtime.disk import require_writable
@@ -54,9 +55,9 @@ def asked(config: ChatConfig) -> list[Prompt]:
             "with a prompt in each line"
         )
     file = Path(settings.file).expanduser()
-    if file.name.endswith(SUFFIXES):
+    if file.name.lower().endswith(SUFFIXES):
         try:
-            prompts, skipped = read_prompts(file, None)
+            prompts, skipped = read_prompts(file, None, config.data.known_roles)
         except ValueError as error:  # it reads eval.prompts too
             raise ValueError(str(error).replace("eval.prompts", "chat.file", 1)) from error
         if skipped.counts:
@@ -114,8 +115,15 @@ def check_out(out: Path, file: str | None) -> None:
 def write(talk: Talk, prompts: list[Prompt], out: Path) -> None:
     """Write an answer for each prompt that `out` has none for.
 
-    ValueError, before anything is decoded, if it holds answers of other settings or weights.
+    ValueError, before anything is decoded, if it holds answers of other settings or weights, or for
+    a prompt that cannot become tokens of the target.
     """
+    for prompt in prompts:
+        try:
+            tokens = [talk.tokens([Message("user", turn)]) for turn in prompt.turns]
+            check_tokens(talk.loaded.target.spec, tokens)
+        except ValueError as error:
+            raise ValueError(f"chat.file: {prompt.id}: {error}") from error
     marks = {prompt.id: _mark(talk.conditions, prompt) for prompt in prompts}
     done = set()
     try:

@@ -8,18 +8,19 @@ from datetime import date
 from typing import Any, ClassVar
 
 from drafttrain.data.files import (
+    ELSE,
     Record,
     dataset_records,
     file_records,
     find_files,
+    left_out,
     usable_of,
 )
 from drafttrain.data.records import (
     BESIDE_CONTENT,
-    BESIDE_TURNS,
-    CONTEXT,
+    QUESTIONS,
     ROLES,
-    SYSTEM,
+    TEXTS,
     Message,
     Recorded,
     Unusable,
@@ -37,6 +38,7 @@ from drafttrain.runtime.untrusted_input import shown
 
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}  # given anyway
 GREETING = "conversations begin with the assistant: what it says before the user is left out"
+LEFT_OUT = "files or folders in data.path are not read"
 MAX_KWARGS = 10_000  # characters
 
 
@@ -147,6 +149,9 @@ class ReadConfig(DataConfig, ABC):
         """The setting that names the source of the records, with its value."""
         return f"data.{self.key}={getattr(self, self.key)}"
 
+    def note_unread(self, report: SkipReport) -> None:
+        """Note what lies in a directory that is named and is not read."""
+
     @abstractmethod
     def records(self) -> Iterator[Record]:
         """Yield the records; ValueError if they cannot be reached."""
@@ -172,6 +177,11 @@ class JsonlConfig(ReadConfig):
     def paths(self) -> list[Any]:
         """The path, or the paths, as a list."""
         return [self.path] if not isinstance(self.path, list | tuple) else list(self.path)
+
+    def note_unread(self, report: SkipReport) -> None:
+        """Note what lies in a directory that is named and is not read."""
+        names = [name for path in self.paths for name in left_out(path)]
+        report.note(f"{LEFT_OUT}: {shown(', '.join(names), 400)}; {ELSE}", len(names))
 
     def records(self) -> Iterator[Record]:
         """Yield the records of the files; ValueError if a path names none."""
@@ -235,7 +245,7 @@ class HubConfig(ReadConfig):
             if missing := [name for name in names if name not in row]:
                 there = shown(", ".join(row))
                 raise ValueError(f"data.column: no column {', '.join(missing)} (there are {there})")
-            kept = {*BESIDE_TURNS, *BESIDE_CONTENT, *SYSTEM, "history", *CONTEXT} - {*names}
+            kept = {*TEXTS, *BESIDE_CONTENT} - {*names, *(() if self.column else QUESTIONS)}
             record = {key: row[key] for key in kept if key in row}
             if self.column:
                 record["text" if self.template == "none" else "messages"] = row[self.column]
@@ -285,4 +295,5 @@ def read(config: DataConfig) -> tuple[Conversations, SkipReport]:
     must = f"{config.place} must hold usable conversations"
     found, report = usable_of(config.records(), config.limit, take, must)
     report.note(GREETING, num_greetings)
+    config.note_unread(report)
     return found, report

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.data.files import usable_of
-from drafttrain.data.records import Unusable, checked_text, object_of
+from drafttrain.data.records import ROLES, Roles, Unusable, checked_text, object_of
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.suites import PromptSource, in_our_spelling, suite_records
 from drafttrain.runtime.disk import sha256_of
@@ -27,19 +27,19 @@ class Prompt:
     turns: tuple[str, ...]
 
 
-def load_prompts(source: PromptSource) -> tuple[list[Prompt], SkipReport]:
+def load_prompts(source: PromptSource, roles: Roles = ROLES) -> tuple[list[Prompt], SkipReport]:
     """Read the prompts of a source; at most the first `source.limit` of each task, None for all.
 
     A row is `{"id", "task", "turns": [...]}`, with a `category` if there is one, a row of a public
     suite as it is published, or a conversation as training reads it, whose user turns are the
-    prompts. Unusable rows are skipped and counted. Raises ValueError when
-    the source does not exist or nothing in it can be used.
+    prompts. roles: the role that each name of a speaker stands for. Unusable rows are skipped and
+    counted. Raises ValueError when the source does not exist or nothing in it can be used.
     """
     seen: dict[str, str] = {}
 
     def take(numbered: tuple[int, Any], _: int, where: str) -> Prompt:
         number, record = numbered
-        prompt = _prompt(in_our_spelling(record, number, source.task), source.task_by)
+        prompt = _prompt(in_our_spelling(record, number, source.task, roles), source.task_by)
         if prompt.id in seen:
             raise Unusable("an id seen before", f"{prompt.id!r} is at {seen[prompt.id]}")
         seen[prompt.id] = where
@@ -59,9 +59,11 @@ def load_prompts(source: PromptSource) -> tuple[list[Prompt], SkipReport]:
     return [prompt for prompt in found if prompt.id in first], report
 
 
-def read_prompts(path: str | Path, limit: int | None) -> tuple[list[Prompt], SkipReport]:
+def read_prompts(
+    path: str | Path, limit: int | None, roles: Roles = ROLES
+) -> tuple[list[Prompt], SkipReport]:
     """Read a file of prompts, grouped by the key `task` of its lines; see load_prompts."""
-    return load_prompts(PromptSource(path=str(path), limit=limit))
+    return load_prompts(PromptSource(path=str(path), limit=limit), roles)
 
 
 def prompts_sha256(prompts: Sequence[Prompt]) -> str:

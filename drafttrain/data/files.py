@@ -1,5 +1,6 @@
 """Where records come from: local files, read a record at a time, or a data set of the Hub."""
 
+import codecs
 import glob
 import gzip
 import io
@@ -21,7 +22,8 @@ from drafttrain.runtime.settings import require
 from drafttrain.runtime.untrusted_input import MAX_LINE_BYTES, lines_of, shown
 
 Record = tuple[str, Any]  # where it is; what it holds, or the Unusable with the reason why not
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".parquet")
+KINDS, PACKED = (".jsonl", ".ndjson", ".json"), ("", ".gz", ".zst")
+SUFFIXES = (*(kind + packed for kind in KINDS for packed in PACKED), ".parquet")
 # How a file begins that is compressed, or is no text.
 MAGIC = {
     **{".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".parquet": b"PAR1"},
@@ -32,6 +34,7 @@ ELSE = "data=hub data.repo=csv data.files=FILE reads csv, data.repo=arrow arrow;
 EXPANSION, SMALL = 1000, 64 << 20  # text shrinks to a tenth; a bomb to a hundred-thousandth
 LONG = Unusable(f"a record of more than {MAX_LINE_BYTES >> 20} MB")
 READ = 1 << 16  # characters
+LOOKED_AT = 8  # lines of a .json file, which say whether it is a list
 NOT_WHITE = re.compile(r"[^ \t\r\n]")  # no white space of JSON
 NOTHING_AFTER = "and nothing after it was read"
 
@@ -45,7 +48,7 @@ def find_files(path: str) -> list[Path]:
     with readable(place, "data.path"):
         inside = sorted(place.iterdir()) if place.is_dir() else None
     if inside is not None:
-        files = [file for file in inside if file.name.endswith(SUFFIXES)]
+        files = [file for file in inside if file.name.lower().endswith(SUFFIXES)]
         must, got = f"hold files named {', '.join(SUFFIXES)}", f"{path}, with none; {ELSE}"
     else:
         matches = [place] if place.exists() else map(Path, glob.glob(str(place), recursive=True))
@@ -54,6 +57,14 @@ def find_files(path: str) -> list[Path]:
     require(bool(files), "data.path", must, got)
     require_regular(files, "data.path")
     return files
+
+
+def left_out(path: str) -> list[str]:
+    """Return the names in a directory of what is not read where it is named, hidden files aside."""
+    place = Path(path).expanduser()
+    inside = sorted(place.iterdir()) if place.is_dir() else []
+    names = [f"{each.name}/" if each.is_dir() else each.name for each in inside]
+    return [name for name in names if name[0] != "." and not name.lower().endswith(SUFFIXES)]
 
 
 def require_regular(files: Iterable[Path], key: str) -> None:
@@ -86,14 +97,18 @@ def file_records(file: Path, key: str = "data.path") -> Iterator[Record]:
         raw = file.open("rb")
     with raw:
         kind = next((kind for kind, magic in MAGIC.items() if raw.peek(8).startswith(magic)), None)
-        name = file.name.removesuffix(".gz").removesuffix(".zst")
+        name = file.name.lower().removesuffix(".gz").removesuffix(".zst")
         known = not name.endswith(UNREAD) and kind not in UNREAD
         require(known, key, f"name files of the kinds {', '.join(SUFFIXES)}", f"{file}; {ELSE}")
         number = 0
         most = max(SMALL, EXPANSION * file.stat().st_size)  # bytes
         try:
+            lines = not name.endswith(".json")
+            if not lines:  # opened twice: a stream that is decompressed cannot be rewound
+                with file.open("rb") as once, _opened(file, once, kind) as stream:
+                    lines = _has_lines(stream)
             with _opened(file, raw, kind) as stream:
-                if name.endswith(".json") and not _has_lines(stream):
+                if not lines:
                     for number, record in enumerate(list_records(stream)):
                         yield f"{file}[{number}]", record
                     return
@@ -144,10 +159,14 @@ def _opened(file: Path, raw: Any, kind: str | None) -> Iterator[Any]:
 
 
 def _has_lines(stream: Any) -> bool:
-    """Return whether the first line of a .json file is a whole record; the stream is rewound."""
-    line = stream.readline(MAX_LINE_BYTES)
-    stream.seek(0)
-    return isinstance(parse(line), dict)
+    """Return whether a .json file has a record a line: most of its first lines are records."""
+    first: list[bytes] = []
+    while len(first) < LOOKED_AT and (line := stream.readline(MAX_LINE_BYTES)):
+        line = line.strip().removeprefix(codecs.BOM_UTF8)
+        if line.startswith(b"[") and not first:
+            return False
+        first += [line] if line else []
+    return bool(first) and 2 * sum(isinstance(parse(line), dict) for line in first) >= len(first)
 
 
 def list_records(stream: Any) -> Iterator[Any]:

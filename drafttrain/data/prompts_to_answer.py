@@ -60,7 +60,9 @@ def read_asked(config: DataConfig, turns: str) -> tuple[list[Question], SkipRepo
         return Question(messages, index, where, digest_of(messages))
 
     must = f"{config.place} must hold usable prompts"
-    return usable_of(config.records(), config.limit, take, must)
+    found, report = usable_of(config.records(), config.limit, take, must)
+    config.note_unread(report)
+    return found, report
 
 
 def messages_asked(record: Any, turns: str, roles: Roles) -> tuple[Message, ...]:

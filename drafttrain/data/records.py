@@ -1,7 +1,7 @@
 """One record of a data set: turns or text in any known spelling, or why it cannot be used."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,16 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
 }
 UNKNOWN_ROLE = "unknown role (data.roles={NAME: user, assistant or system} maps a name)"
-# What a turn or a record may hold besides its text: a chat template writes it, `render` does not.
-BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-BESIDE_TURNS = ("tools", "functions", "documents")
-UNTRAINED = ("train", "training", "loss")  # false: as axolotl and ms-swift mark a turn
+# What a turn or a record may hold besides its text: its target would read or write it as well.
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+BESIDE_CONTENT = (
+    *("tool_calls", "function_call", "reasoning", "reasoning_content", "reasoning_details"),
+    *("thinking", "thought", "thoughts", "cot", "chain_of_thought", "train_detail", *MEDIA),
+)
+BESIDE_TURNS = ("tools", "functions", "documents", "history", "choices", "options", *MEDIA)
+# How formats mark turns as trained or not: OpenAI's, axolotl's, ms-swift's and others.
+TRAINED = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}
+YES_NO = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 TOKENS = (
     "a row of tokens (input_ids with loss_mask or labels), which are not read: give its turns "
     "(messages), or its text with data.template=none"
@@ -26,8 +32,10 @@ TOKENS = (
 QUESTIONS = ("prompt", "instruction", "question")
 ANSWERS = ("completion", "response", "output", "answer")
 CONTEXT = ("input", "context")  # text that belongs to the question
-SYSTEM = ("system", "system_prompt")
+SYSTEM = ("system", "system_prompt", "system_message")
 TURNS = ("messages", "conversations")
+TEXTS = (*QUESTIONS, *CONTEXT, *SYSTEM, *BESIDE_TURNS)  # what is read beside turns, or refused
+NOTHING = ("", "[]", "{}", "null", "none", "on", "off", "true")  # as text, and mere switches
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,8 @@ def messages_of(record: Any, roles: Roles = ROLES) -> tuple[Message, ...]:
     turns = turns_of(record, *TURNS, *QUESTIONS, answered=True)
     if not turns:
         raise Unusable("empty conversation")
+    if record.get("label") is False:  # of TRL's format for KTO
+        raise Unusable("an answer that is marked as bad (label: false)")
     return tuple(message_of(turn, place, roles=roles) for place, turn in enumerate(turns, 1))
 
 
@@ -118,7 +128,8 @@ def turns_of(record: Any, *keys: str, answered: bool = False) -> list[Any]:
     """Return the turns under the first of these keys that has some.
 
     A text under one of `QUESTIONS` is a turn of the user, with its context, and with its answer if
-    `answered` is set. A system prompt beside the turns becomes the first of them.
+    `answered` is set. A system prompt beside the turns becomes the first of them. Unusable for a
+    record with other text that a model would read, or write with its answer: see `refuse`.
     """
     some = {key: value for key, value in object_of(record).items() if value}
     key = next((key for of in (some, record) for key in keys if of.get(key) is not None), None)
@@ -126,9 +137,6 @@ def turns_of(record: Any, *keys: str, answered: bool = False) -> list[Any]:
         if "text" in record:
             raise Unusable("text without turns, which needs data.template=none")
         raise Unusable(f"without {', '.join(keys[:-1])} or {keys[-1]}", f"has {', '.join(record)}")
-    refuse("a record", record, (*BESIDE_TURNS, *(("history",) if key in QUESTIONS else ())))
-    if answered and key in QUESTIONS:
-        refuse("a record", record, BESIDE_CONTENT)
     turns = record[key]
     if key in QUESTIONS:
         turns = _with_context(turns, [record.get(name) for name in CONTEXT])
@@ -151,21 +159,19 @@ def turns_of(record: Any, *keys: str, answered: bool = False) -> list[Any]:
         opening = {"role": "system", "content": system}
         begins = bool(turns) and isinstance(turns[0], dict)
         if not begins or first(turns[0], "role", "from") != "system":
-            return [opening, *turns]
-        if message_of(turns[0], 1) != message_of(opening, 1):
-            raise Unusable("a system prompt beside turns that begin with another")
+            turns = [opening, *turns]
+    others = {*TURNS, *TEXTS, *(BESIDE_CONTENT if answered else ())} - {key}
+    refuse("a record", record, tuple(name for name in record if name in others), turns=turns)
     return turns
 
 
 def _with_context(question: Any, context: list[Any]) -> list[Any]:
     """Return a question as turns; its context follows it on a new line, as in LLaMA-Factory."""
-    parts = [checked_text(part, "input") for part in context if part not in (None, "", question)]
-    if isinstance(question, list) and not parts:
-        return question
     if isinstance(question, list):
-        raise Unusable("a question in turns, with an input beside them")
-    content = "\n".join([checked_text(question, "turn 1"), *parts])
-    return [{"role": "user", "content": content}]
+        return question
+    parts = [checked_text(part, "input") for part in context if part not in (None, question)]
+    parts = [part for part in [checked_text(question, "turn 1"), *parts] if part.strip()]
+    return [{"role": "user", "content": "\n".join(parts)}]
 
 
 def message_of(turn: Any, place: int, rewritten: bool = False, roles: Roles = ROLES) -> Message:
@@ -183,18 +189,39 @@ def message_of(turn: Any, place: int, rewritten: bool = False, roles: Roles = RO
     content = content_of(first(turn, "content", "value"), f"turn {place}")
     if not content.strip() and roles[role] != "system":
         raise Unusable("an empty turn", f"turn {place}")
-    weight = turn.get("weight")  # of OpenAI's fine-tuning format; null where a table has the column
-    if weight not in (None, 0, 1):
-        raise Unusable("a weight that is neither 0 nor 1", f"turn {place}: {str(weight)[:40]}")
-    untrained = weight == 0 or any(turn.get(key) in (False,) for key in UNTRAINED)
-    return Message(roles[role], content, not untrained)
+    trained = True
+    for key, when in TRAINED.items():
+        if (value := turn.get(key)) not in (None, ""):  # as in a table with the column
+            found = YES_NO.get(str(value).strip().lower())
+            if found is None:
+                detail = f"turn {place}: {str(value)[:40]}"
+                raise Unusable(f"a {key} that is neither 0 nor 1", detail)
+            trained = trained and found == when
+    return Message(roles[role], content, trained)
 
 
-def refuse(what: str, mapping: dict[str, Any], keys: tuple[str, ...], place: str = "") -> None:
-    """Raise Unusable where one of these keys has something: its target would write other text."""
-    for key in keys:
-        if str(mapping.get(key) or "").strip() not in ("", "[]"):  # some tables hold lists as text
-            raise Unusable(f"{what} with {key}, which is not trained", place)
+def refuse(
+    what: str,
+    mapping: dict[str, Any],
+    keys: tuple[str, ...],
+    place: str = "",
+    turns: Sequence[Any] = (),
+) -> None:
+    """Raise Unusable where one of these keys has text that is not, as whole lines, in a turn."""
+    present = [key for key in keys if mapping.get(key)]
+    known = [f"\n{text}\n" for text in _texts(turns)] if present else []
+    for key in present:
+        for text in _texts(mapping[key]):
+            if text.lower() not in NOTHING and not any(f"\n{text}\n" in each for each in known):
+                raise Unusable(f"{what} with {key}, which is not trained", place)
+
+
+def _texts(value: Any) -> list[str]:
+    """Return a text, or those of a list of texts or turns, without the space around each line."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    found = [first(part, "content", "value") if isinstance(part, dict) else part for part in parts]
+    texts = [str(part if text is None else text) for part, text in zip(parts, found, strict=True)]
+    return ["\n".join(map(str.strip, text.strip().splitlines())) for text in texts]
 
 
 def content_of(content: Any, place: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.data.files import Record, dataset_records, file_records
-from drafttrain.data.records import QUESTIONS, TURNS, Unusable, first, message_of, turns_of
+from drafttrain.data.records import QUESTIONS, TURNS, Roles, Unusable, first, message_of, turns_of
 
 BUILTIN_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts" / "tiny.jsonl"
 CONVERSATIONS = "conversations"  # the task of those that name none
@@ -82,7 +82,7 @@ def suite_records(source: PromptSource) -> Iterator[Record]:
     yield from file_records(file, "eval.prompts")
 
 
-def in_our_spelling(record: Any, number: int, task: str | None) -> Any:
+def in_our_spelling(record: Any, number: int, task: str | None, roles: Roles) -> Any:
     """Return a row with `id`, `task`, `category` and `turns`, whichever suite published it.
 
     The suite is recognised by its keys; a row of none of them comes back as it is. `number` is the
@@ -102,22 +102,23 @@ def in_our_spelling(record: Any, number: int, task: str | None) -> Any:
     elif {"task_id", "prompt"} <= keys:
         own = {"id": record["task_id"], "turns": [record["prompt"]]}
     elif {"question", "answer"} <= keys:
-        own = {"id": f"{task}_{number}", "turns": turns_of_user(record, "question")}
+        own = {"id": f"{task}_{number}", "turns": turns_of_user(record, roles, "question")}
     elif record.get("turns") is None and first(record, *TURNS, *QUESTIONS) is not None:
-        own, task = _conversation(record, number), task or CONVERSATIONS
+        own, task = _conversation(record, number, roles), task or CONVERSATIONS
     return {**own, "task": task} if own.get("task") is None else own
 
 
-def _conversation(record: dict[str, Any], number: int) -> dict[str, Any]:
+def _conversation(record: dict[str, Any], number: int, roles: Roles) -> dict[str, Any]:
     """Return a conversation in a format of the training data as a row of its user turns."""
     name = first(record, "id", "index")
-    asked = turns_of_user(record, *TURNS, *QUESTIONS)
+    asked = turns_of_user(record, roles, *TURNS, *QUESTIONS)
     return {**record, "id": number if name is None else name, "turns": asked}
 
 
-def turns_of_user(record: dict[str, Any], *keys: str) -> list[str]:
+def turns_of_user(record: dict[str, Any], roles: Roles, *keys: str) -> list[str]:
     """Return what the user asks in a record; Unusable for a system turn, which is not asked."""
-    messages = [message_of(turn, place) for place, turn in enumerate(turns_of(record, *keys), 1)]
+    turns = enumerate(turns_of(record, *keys), 1)
+    messages = [message_of(turn, place, roles=roles) for place, turn in turns]
     if any(message.role == "system" for message in messages):
         raise Unusable("a system turn, which an evaluation prompt cannot have")
     return [message.content for message in messages if message.role == "user"]

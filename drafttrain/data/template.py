@@ -328,11 +328,13 @@ class ChatFormat:
             return None
         moved = 0
         if not text.startswith(answer.text):  # some templates move the system turn, for example
-            asked = answer.text.rfind(messages[-2].content.strip(), 0, answer.prompt)
-            pair = answer.text[max(asked, 0) :]
+            prompt, asked = answer.text[: answer.prompt], messages[-2].content.strip()
+            end = answer.prompt - len(self._closing_of(prompt, messages[:-1]))
+            start = max(prompt.rfind(asked, 0, end), 0)
+            pair = answer.text[start:]
             if text.count(pair) != 1:
                 return None
-            moved = text.index(pair) - max(asked, 0)
+            moved = text.index(pair) - start
         end = len(answer.text) + moved
         ending = answer.tail[: self._ending(answer.tail)]
         if (own is None or own.finished) and text.startswith(ending, end):
@@ -375,11 +377,14 @@ class ChatFormat:
         """
         prompt = self.render(history, for_answer=True)
         body, begin, tail = self._without_tail(history, last)
+        thinks = begins_with_thought(body[begin:])
+        if not thinks:
+            begin -= self._indent(body[:begin], history, last)
         size, answer = len(prompt), body[begin:]
         closing, asked = self._closing_of(prompt, history), history[-1].content.strip()
         if not body.startswith(prompt) and prompt.endswith(asked + closing):
             # Before the question it may differ: some templates move the system turn, for example.
-            at = body.rfind(asked, 0, begin) + len(asked)
+            at = _end_of_question(body[:begin], asked, closing)
             body, begin = (
                 prompt[: size - len(closing)] + body[at:],
                 begin - at + size - len(closing),
@@ -392,7 +397,7 @@ class ChatFormat:
             raise Unusable(UNKNOWN_PLACE)
         if extra and prompt.rstrip().endswith(before.strip()):
             before = ""
-        opened, thinks = marks_of(closing)[-1:] == [False], begins_with_thought(answer)
+        opened = marks_of(closing)[-1:] == [False]
         if extra or (thinks and opened and not before):
             repeated = repeated_length(closing, answer, len(extra) or 1)
             if repeated and (thinks or not opened):
@@ -421,12 +426,37 @@ class ChatFormat:
                 return body, begin, tail
         raise Unusable(REWRITTEN_ANSWER)
 
+    def _indent(self, text: str, history: Sequence[Message], last: Message) -> int:
+        """Return the length of an answer's own space, if the template keeps it: `text` ends so."""
+        space = last.content[: len(last.content) - len(last.content.lstrip())]
+        if not space:
+            return 0
+        header = self.render([*history, Message("assistant", ANSWER)]).rpartition(ANSWER)[0]
+        return len(space) if text == header + space else 0
+
     def _closing_of(self, prompt: str, history: Sequence[Message]) -> str:
         """Return what follows the last user turn of a prompt."""
         if self.prompt_closing and prompt.endswith(self.prompt_closing):
             return self.prompt_closing
         asked = history[-1].content.strip()
+        with suppress(Unusable):
+            masked = self.render([*history[:-1], Message("user", USER)], for_answer=True)
+            closing = masked.rpartition(USER)[2]
+            if USER in masked and prompt.endswith(closing):
+                return closing
         return prompt[prompt.rfind(asked) + len(asked) :] if asked in prompt else prompt
+
+
+def _end_of_question(text: str, asked: str, closing: str) -> int:
+    """Return where the last question ends in a text up to its answer: where `closing` follows most.
+
+    Its words may stand in what follows too, as the question "a" does in "assistant".
+    """
+    ends = [found.start() + len(asked) for found in re.finditer(f"(?={re.escape(asked)})", text)]
+    if not ends:
+        raise Unusable(UNKNOWN_PLACE)
+    shared = [len(os.path.commonprefix([text[end:], closing])) for end in ends]  # noqa: RUF071
+    return max(zip(shared, ends, strict=True))[1]
 
 
 def _shared_length(prompt: str, body: str, least: int) -> int:

@@ -160,6 +160,18 @@ def context_of(spec: TargetSpec, drafters: Sequence[Drafter]) -> tuple[int, str]
     return min([(spec.max_positions, spec.name), *stated])
 
 
+def check_tokens(spec: TargetSpec, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError for a prompt without tokens, or with one that the target does not have."""
+    if not all(prompts):
+        raise ValueError("the prompt is empty: it must hold at least one token")
+    size, largest = spec.vocab_size, max(map(max, prompts))
+    if largest >= size:
+        raise ValueError(
+            f"the prompt must hold tokens that {spec.name} has, which has {size:,}, got "
+            f"token {largest:,}: its tokenizer has more than the model; leave that text out"
+        )
+
+
 def check_room(
     target: Target,
     prompts: Sequence[Sequence[int]],
@@ -168,14 +180,7 @@ def check_room(
     depth: int = 0,
 ) -> int:
     """Return the positions that decoding may need; ValueError if a context is too short."""
-    if not all(prompts):
-        raise ValueError("the prompt is empty: it must hold at least one token")
-    size, largest = target.spec.vocab_size, max(map(max, prompts))
-    if largest >= size:
-        raise ValueError(
-            f"the prompt must hold tokens that {target.spec.name} has, which has {size:,}, got "
-            f"token {largest:,}: its tokenizer has more than the model; leave that text out"
-        )
+    check_tokens(target.spec, prompts)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     longest = max(len(prompt) for prompt in prompts)

@@ -19,7 +19,7 @@ from drafttrain.data.template import Template
 from drafttrain.decode.autoregressive import autoregressive_passes
 from drafttrain.decode.loop import speculative_passes
 from drafttrain.decode.policy import Policy
-from drafttrain.decode.rows import Passes, at_once, context_of, in_turns
+from drafttrain.decode.rows import Passes, at_once, check_tokens, context_of, in_turns
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measurements import Key, Measurements
@@ -138,17 +138,21 @@ def fitting(
     """Return the prompts that fit the contexts of the target and the drafters.
 
     ValueError for one that may not; with eval.skip_long_prompts it is counted in `report`.
+    ValueError, too, for one that cannot become tokens of the target.
     """
     deepest = config.deepest
     positions, who = context_of(target.spec, drafters)
     room = positions - config.max_new_tokens - deepest
     found = []
     for prompt in prompts:
+        later = [token_ids(target.tokenizer, turn) for turn in prompt.turns[1:]]
+        try:
+            first = first_turn(prompt, target, template)
+            check_tokens(target.spec, [first, *filter(None, later)])
+        except ValueError as error:
+            raise ValueError(f"eval.prompts: {prompt.id}: {error}") from error
         # Later turns carry the answers before them, each at its longest.
-        needed = len(first_turn(prompt, target, template)) + sum(
-            len(token_ids(target.tokenizer, turn)) + config.max_new_tokens + 16
-            for turn in prompt.turns[1:]
-        )
+        needed = len(first) + sum(len(turn) + config.max_new_tokens + 16 for turn in later)
         if needed <= room:
             found.append(prompt)
             continue

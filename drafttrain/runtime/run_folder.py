@@ -1,5 +1,6 @@
 """The run folder: the configuration of a run, its provenance, and whether the folder is free."""
 
+import glob
 import os
 import platform
 import re
@@ -75,13 +76,20 @@ def _quoted(word: str) -> str:
 
 
 def absolute(key: str, value: Any) -> Any:
-    """Return the value of a setting; where it names what exists here, by its absolute path.
+    """Return the value of a setting; where it names what exists here, by its absolute path or glob.
 
     Other names stay as they are: of a repository, of a program on the PATH, in a home folder.
     """
     if key not in PATHS:
         return value
-    return _each(lambda path: os.path.abspath(path) if os.path.lexists(path) else path, value)
+    return _each(_absolute, value)
+
+
+def _absolute(path: str) -> str:
+    if os.path.lexists(path):
+        return os.path.abspath(path)
+    matches = glob.has_magic(path) and any(glob.iglob(path, recursive=True))
+    return os.path.join(glob.escape(os.getcwd()), path) if matches else path
 
 
 def is_repo(path: str) -> bool:

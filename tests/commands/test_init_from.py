@@ -252,7 +252,11 @@ def test_an_export_is_trained_further_and_keeps_its_shape(
 @pytest.mark.parametrize(
     ("make", "told", "expected"),
     [
-        ("nothing", [], "run.init_from must be the folder of a run, or a directory or a repository of the Hub"),
+        (
+            "nothing",
+            [],
+            "run.init_from must be the folder of a run, or a directory or a repository of the Hub",
+        ),
         ("empty", [], "must hold config.json"),
         ("evaluation", [], "run.init_from must be the folder of a run that was trained"),
         ("untrained", [], "must hold a trained drafter, but has no checkpoint"),

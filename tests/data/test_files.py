@@ -14,7 +14,8 @@ from test_conversations import GOOD, hub, jsonl, write
 from test_records import ROWS
 
 from drafttrain.data import files
-from drafttrain.data.conversations import read
+from drafttrain.data.conversations import LEFT_OUT, read
+from drafttrain.data.prompts_to_answer import read_asked
 from drafttrain.data.skips import NothingUsable
 
 
@@ -134,6 +135,49 @@ def test_a_directory_with_something_else_than_files_is_refused_and_it_is_named(
             read(jsonl(str(path)))
     with pytest.raises(ValueError, match=r"data\.repo must name regular files, got .*b\.jsonl"):
         read(hub(repo=str(tmp_path)))
+
+
+def test_a_directory_is_read_as_its_files_would_be_and_the_others_are_named(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "c.ndjson", "g.JSONL", "b.csv", "e.jsonl.bz2", ".hidden"):
+        write(tmp_path / name, GOOD)
+    (tmp_path / "u.JSON").write_text(json.dumps([GOOD, GOOD]))
+    packed = pyarrow.Codec("zstd").compress(json.dumps([GOOD]).encode(), asbytes=True)
+    (tmp_path / "z.json.zst").write_bytes(packed)
+    (tmp_path / "sub").mkdir()
+    config = jsonl(str(tmp_path))
+    for found, report in (read(config), read_asked(config, "all")):
+        assert len(found) == 6
+        assert not report.counts
+        ((line, count),) = report.notes.items()
+        assert line.startswith(f"{LEFT_OUT}: b.csv, e.jsonl.bz2, sub/; data=hub")
+        assert count == 3
+    assert not read(jsonl(str(tmp_path / "*.jsonl")))[1].notes
+
+
+LINE = json.dumps(GOOD).encode()
+
+
+@pytest.mark.parametrize(
+    ("begins", "skipped"),
+    [(b"", 0), (b"\n  \n", 0), (b'{"messages": [\n', 1), (LINE + b",\n", 1), (b"\xef\xbb\xbf", 0)],
+)
+@pytest.mark.parametrize("name", ["a.json", "a.json.zst"])
+def test_a_record_a_line_is_found_behind_a_bad_first_line(
+    begins: bytes, skipped: int, name: str, tmp_path: Path
+) -> None:
+    content = begins + b"\n".join([LINE] * 3)
+    if name.endswith("zst"):
+        content = pyarrow.Codec("zstd").compress(content, asbytes=True)
+    (tmp_path / name).write_bytes(content)
+    found, report = read(jsonl(str(tmp_path / name)))
+    assert len(found) == 3
+    assert report.num_skipped == skipped
+
+
+def test_an_object_over_several_lines_is_no_record_a_line(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"data": [GOOD]}, indent=1))
+    with pytest.raises(NothingUsable, match="neither a json list nor a record a line"):
+        read(jsonl(str(tmp_path / "a.json")))
 
 
 def test_parquet_of_the_hub_is_read_within_the_same_bounds(

@@ -9,7 +9,7 @@ from test_conversations import GOOD, hub, jsonl, write
 from drafttrain.data.conversations import GREETING, Conversation, read
 from drafttrain.data.evaluation_prompts import read_prompts
 from drafttrain.data.prompts_to_answer import read_asked
-from drafttrain.data.records import TOKENS, UNKNOWN_ROLE, Message, messages_of
+from drafttrain.data.records import ROLES, TOKENS, UNKNOWN_ROLE, Message, Unusable, messages_of
 from drafttrain.data.skips import NothingUsable
 
 ASKED = {"role": "user", "content": "Sum\n1 2"}
@@ -62,9 +62,22 @@ def test_an_input_of_a_data_set_is_part_of_the_question(
 
 LOST: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "Sum", "completion": "3", "history": [["Hi", "Yes"]]}, "a record with history"),
-    ({"prompt": [ASKED], "input": "1 2", "completion": "3"}, "a question in turns, with an input"),
+    ({"prompt": [ASKED], "input": "3 4", "completion": "3"}, "a record with input, which"),
     ({"prompt": "Sum", "input": [1, 2], "completion": "3"}, "content is not a string"),
-    ({"messages": [vars(BRIEF), QUESTION, ANSWER], "system": "Be long."}, "a system prompt beside"),
+    ({"messages": [vars(BRIEF), QUESTION, ANSWER], "system": "Be long."}, "a record with system,"),
+    ({"instruction": "In French.", "question": "Sum", "answer": "3"}, "a record with question,"),
+    ({"instruction": "In French.", "prompt": "Sum", "answer": "3"}, "a record with instruction,"),
+    ({"prompt": "Sum", "question": "1 2", "answer": "3"}, "a record with question, which"),
+    ({"question": "Sum", "system": "A", "system_prompt": "B", "answer": "3"}, "a record with sys"),
+    ({"question": "Sum", "choices": ["1", "2"], "answer": "1"}, "a record with choices, which"),
+    ({"question": "Sum", "options": {"A": "1"}, "answer": "A"}, "a record with options, which"),
+    ({**GOOD, "image": "a.jpg"}, "a record with image, which"),
+    ({"prompt": "Sum", "images": [{"path": "a.jpg"}], "answer": "3"}, "a record with images, wh"),
+    ({**GOOD, "conversations": [QUESTION, {"role": "gpt", "content": "No."}]}, "a record with con"),
+    *(
+        ({**GOOD, key: "In this story the sky is green."}, f"a record with {key}, which")
+        for key in ("context", "input", "instruction", "prompt", "question", "documents")
+    ),
 ]
 
 
@@ -158,3 +171,61 @@ def test_old_reasoning_does_not_keep_a_question_from_being_asked_again(tmp_path:
 def test_an_answer_that_is_marked_untrained_is_context(key: str) -> None:
     turns = [QUESTION, {**ANSWER, key: False}, QUESTION, {**ANSWER, key: True}]
     assert [turn.trained for turn in messages_of({"messages": turns})] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("key", ["reasoning", "cot", "thought", "thoughts", "reasoning_details"])
+def test_reasoning_beside_an_answer_is_skipped_by_name(key: str) -> None:
+    for row in (
+        {"question": "Hi", key: "First, ...", "answer": "Yes."},
+        {**GOOD, key: [{"text": "First, ..."}]},
+        {"messages": [QUESTION, {**ANSWER, key: "First, ..."}]},
+    ):
+        with pytest.raises(Unusable, match=f"a (record|turn) with {key}, which is not trained"):
+            messages_of(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**GOOD, "prompt": "Hi", "input": " Hi\n", "system": ""},  # as UltraChat repeats it
+        {**GOOD, "conversations": [{"from": "human", "value": "Hi"}], "reasoning": "on"},
+        {**GOOD, "tools": "[]", "documents": {}, "images": [], "cot": None, "thinking": True},
+        {"prompt": "Hi", "question": "Hi", "instruction": "", "input": "  ", "answer": "Yes."},
+        {"instruction": "", "input": "Hi", "output": "Yes."},
+    ],
+)
+def test_what_a_turn_repeats_or_what_is_no_text_is_no_loss(row: dict[str, Any]) -> None:
+    assert messages_of(row) == (Message("user", "Hi"), Message("assistant", "Yes."))
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        *({"weight": value} for value in (0, 0.0, "0", False)),
+        *({"train": value} for value in (0, False, "false", "False")),
+        *({"loss": value} for value in (0, False)),
+        *({"masked": value} for value in (1, True, "true")),
+    ],
+)
+def test_every_mark_of_an_untrained_turn_counts(mark: dict[str, Any]) -> None:
+    turns = [QUESTION, {**ANSWER, **mark}, QUESTION, ANSWER]
+    assert [turn.trained for turn in messages_of({"messages": turns})] == [True, False, True, True]
+    (key, value), *_ = mark.items()
+    unknown, other = {**ANSWER, key: "half"}, {**ANSWER, key: not value or value == "0"}
+    with pytest.raises(Unusable, match=f"a {key} that is neither 0 nor 1"):
+        messages_of({"messages": [QUESTION, unknown]})
+    if not isinstance(value, str):
+        assert messages_of({"messages": [QUESTION, other]})[1].trained
+
+
+def test_a_bad_answer_of_kto_is_not_trained() -> None:
+    row = {"prompt": "Hi", "completion": "Yes."}
+    assert messages_of({**row, "label": True}) == messages_of({**row, "label": 0})
+    with pytest.raises(Unusable, match="marked as bad"):
+        messages_of({**row, "label": False})
+
+
+def test_speakers_of_other_names_ask_evaluation_prompts_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": turns("Alice", "vicuna")})
+    known = {**ROLES, "Alice": "user", "vicuna": "assistant"}
+    assert [one.turns for one in read_prompts(path, 9, known)[0]] == [("Alice's",)]

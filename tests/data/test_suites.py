@@ -17,6 +17,7 @@ from drafttrain.config.compose import compose, typed
 from drafttrain.config.groups import choices
 from drafttrain.config.sections import TrainConfig
 from drafttrain.data.evaluation_prompts import Prompt, load_prompts, prompts_sha256
+from drafttrain.data.records import ROLES
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.suites import MT_BENCH, PromptSource, in_our_spelling
 from drafttrain.evaluation.measure import fitting
@@ -160,8 +161,8 @@ def test_rows_that_name_no_task_need_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"1 x without task"):
         load_prompts(source(path=path))
     own = {"id": "a", "task": "mine", "turns": ["x"]}
-    assert in_our_spelling(own, 0, "other") == own
-    assert in_our_spelling({"id": "a", "turns": ["x"]}, 0, "other")["task"] == "other"
+    assert in_our_spelling(own, 0, "other", ROLES) == own
+    assert in_our_spelling({"id": "a", "turns": ["x"]}, 0, "other", ROLES)["task"] == "other"
 
 
 def test_a_data_set_out_of_reach_is_one_clear_error(tmp_path: Path) -> None:

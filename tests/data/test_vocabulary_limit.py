@@ -3,17 +3,24 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from builders import model_config
+from builders import BY_TEMPLATE, model_config
 from test_conversations import GOOD, jsonl, write
 from test_regenerate_command import local, run
 from test_regenerate_command import settings as answer_settings
 
+from drafttrain.commands import generate
+from drafttrain.commands.setup.talk import Talk
 from drafttrain.commands.setup.target_and_drafter import _read_samples
+from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.prompts_to_answer import read_asked
+from drafttrain.data.skips import SkipReport
 from drafttrain.decode.rows import check_room
+from drafttrain.evaluation.measure import fitting
 from drafttrain.target.model import Target, load_target
 
 BEYOND = "<|beyond|>"
@@ -67,3 +74,22 @@ def test_a_prompt_to_decode_is_one_clear_line(target: Target) -> None:
     with pytest.raises(ValueError, match=r"tokens that tiny_test has, .* got token"):
         check_room(target, [[1], [2, target.spec.vocab_size]], 4)
     check_room(target, [[1]], 4)
+
+
+def test_a_prompt_to_evaluate_is_named_before_anything_is_decoded(target: Target) -> None:
+    config: Any = SimpleNamespace(deepest=2, max_new_tokens=8, skip_long_prompts=False)
+    for turns in ((f"Say {BEYOND}",), ("Hi", f"Say {BEYOND}")):
+        prompts = [Prompt("good", "t", "t", ("Hi",)), Prompt("bad", "t", "t", turns)]
+        with pytest.raises(ValueError, match=r"^eval\.prompts: bad: the prompt must hold tokens"):
+            fitting(prompts, SkipReport(), target, BY_TEMPLATE, config, [])
+
+
+def test_a_prompt_of_chat_file_is_named_before_any_is_answered(
+    target: Target, tmp_path: Path
+) -> None:
+    loaded: Any = SimpleNamespace(target=target)
+    config: Any = SimpleNamespace(data=SimpleNamespace(text_format=BY_TEMPLATE))
+    prompts = [Prompt("good", "", "", ("Hi",)), Prompt("bad", "", "", ("Hi", BEYOND))]
+    with pytest.raises(ValueError, match=r"^chat\.file: bad: the prompt must hold tokens"):
+        generate.write(Talk(loaded, config), prompts, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()

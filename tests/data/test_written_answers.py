@@ -15,7 +15,7 @@ from drafttrain.data.chat import answer_turn, encode
 from drafttrain.data.conversations import Conversation
 from drafttrain.data.records import Message, Recorded, messages_of
 from drafttrain.data.skips import NothingUsable
-from drafttrain.data.template import render
+from drafttrain.data.template import ChatFormat, render
 
 Q, A, THOUGHT = "Hi there", "It is", "<think>\nHm.\n</think>\n\nIt is"
 HEAD = "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -301,3 +301,50 @@ def test_a_generated_answer_without_a_template_is_its_text() -> None:
     tokenizer = tiny()
     ids = tokenizer("It is<|end|>", add_special_tokens=False)["input_ids"]
     assert answer_turn([], ids, tokenizer, WITHOUT_TEMPLATE).content == "It is"
+
+
+CODE = "    def f():\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("plain", f"<a>«{CODE}<|end|>»"),
+        ("header", f"<a>«<channel>final<message>{CODE}<|end|>»"),
+        ("word header", f"<a>>>>«all\n{CODE}<|end|>»"),
+        ("empty thought", f"<a>\n<think></think>\n«{CODE}<|end|>»"),
+        ("last empty thought", f"<a><think>\n\n</think>\n\n«{CODE}<|end|>»"),
+        ("opened and closed", f"<a><think>\n\n</think>\n\n«{CODE}<|end|>»"),
+        ("closed thought", f"<a><think>\n</think>«{CODE}<|end|>»"),
+        (
+            "closed, then a header",
+            f"<a><|START_THINKING|><|END_THINKING|>«<|START_RESPONSE|>{CODE}<|end|>»",
+        ),
+        ("drops thoughts", f"<a>«{CODE}<|end|>»"),
+        ("strips", f"<a>«{CODE.strip()}<|end|>»"),
+    ],
+)
+def test_the_indent_of_an_answer_is_trained_where_the_template_keeps_it(
+    name: str, expected: str
+) -> None:
+    asked = Message("user", Q)
+    conversation = Conversation((asked, Message("assistant", CODE)), 0, "a.jsonl:4")
+    assert outcome(conversation, name) == expected
+
+
+@pytest.mark.parametrize("question", ["a", "s", "<", "t>", "It"])
+def test_a_short_question_is_not_taken_for_a_part_of_a_header(question: str) -> None:
+    """QwQ and R1-Distill-Qwen drop the thoughts of earlier turns and close one in the prompt."""
+    tokenizer = splitting_as_llama3()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<s>' + m.role + '<b>' + m.content + '<e>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<s>assistant<b><think>\\n</think>' }}{% endif %}"
+    )
+    form = ChatFormat(tokenizer, BY_TEMPLATE)
+    turns = [Message("user", question), Message("assistant", question)]
+    located = form.locate([*turns, *turns])
+    asked = form.render([*turns, turns[0]], for_answer=True)
+    assert located.text.startswith(asked)
+    assert located.text[located.spans[-1].start :].startswith(question)
+    assert form.locate(turns).text.startswith(form.render(turns[:1], for_answer=True))

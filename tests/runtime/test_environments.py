@@ -75,3 +75,6 @@ def test_the_token_at_places_to_draft_ends_no_answer_if_another_is_free(target: 
     assert mask_token(None, replace(spec, eos_token_ids=(4,))) == 5
     assert mask_token(None, replace(spec, unused_token_id=None)) == 5
     assert mask_token(7, spec) == 7
+    assert mask_token(None, replace(spec, pad_token_id=-1)) == 96  # some configs say none so
+    beyond = replace(spec, pad_token_id=spec.vocab_size, unused_token_id=None)
+    assert mask_token(None, beyond) == spec.vocab_size - 1

@@ -10,8 +10,9 @@ import yaml
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.resume import differences
 from drafttrain.config.sections import TrainConfig
+from drafttrain.data.files import find_files
 from drafttrain.evaluation.record import keep, require_same, settings_of
-from drafttrain.runtime.run_folder import load_config, write_config
+from drafttrain.runtime.run_folder import absolute, load_config, write_config
 
 
 def composed(*more: str) -> Any:
@@ -81,6 +82,23 @@ def test_a_result_is_the_same_by_whatever_path_its_target_is_named(
     monkeypatch.chdir(here)
     again = settings_of(composed(f"model.path={here / 'target'}", "model.name=target"), {})
     require_same(here, here / "report.json", again, False, "")
+
+
+def test_a_glob_is_recorded_absolute_where_it_names_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "[a]"
+    folder.mkdir()
+    for place in (folder, folder / "sub"):
+        place.mkdir(exist_ok=True)
+        (place / "d.jsonl").touch()
+    monkeypatch.chdir(folder)
+    recorded = absolute("data.path", ["*.jsonl", "**/*.jsonl", "none*.jsonl"])
+    monkeypatch.chdir(tmp_path)
+    assert find_files(recorded[0]) == [folder / "d.jsonl"]
+    assert find_files(recorded[1]) == [folder / "d.jsonl", folder / "sub/d.jsonl"]
+    assert recorded[2] == "none*.jsonl"
+    assert absolute("data.path", recorded[0]) == recorded[0]
 
 
 def test_what_may_be_on_the_hub_is_absolute_where_it_is_a_folder(here: Path) -> None:

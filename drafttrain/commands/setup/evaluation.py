@@ -153,7 +153,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     folder, model, settings = Path(config.run.dir), config.model, config.eval
     tunes = isinstance(config, TuneConfig)  # it only times, so it needs no target in float32
     source = settings.source
-    prompts, skipped = load_prompts(source)
+    prompts, skipped = load_prompts(source, config.data.known_roles)
     if source.path is not None and skipped.counts:
         raise ValueError(
             f"eval.prompts={source.path} must be usable in every line, got "

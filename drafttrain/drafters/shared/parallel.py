@@ -20,12 +20,13 @@ def mask_token(wanted: int | None, spec: TargetSpec) -> int:
     None: the padding token. If there is none, or it also ends answers, an id that the tokenizer
     does not use; if every id is used, the padding token after all, or the last id.
     """
-    mask = spec.pad_token_id if wanted is None else wanted
+    pad, ids = spec.pad_token_id, range(spec.vocab_size)
+    mask = (pad if pad in ids else None) if wanted is None else wanted  # some configs have -1
     if wanted is None and (mask is None or mask in spec.eos_token_ids):
         mask = mask if spec.unused_token_id is None else spec.unused_token_id
     mask = spec.vocab_size - 1 if mask is None else mask
     need = f"be one of the {spec.vocab_size:,} ids of {spec.name}"
-    require(0 <= mask < spec.vocab_size, "drafter.mask_token_id", need, mask)
+    require(mask in ids, "drafter.mask_token_id", need, mask)
     return mask
 
 
