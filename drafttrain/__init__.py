@@ -30,7 +30,7 @@ __all__ = ["evaluate", "generate", "load_drafter", "load_target", "stream"]
 
 def __dir__() -> list[str]:
     """List the public names, which are imported late, and no import for types."""
-    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING"})
+    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING", "os", "sys"})
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from drafttrain import __version__
+from drafttrain.commands.setup.plan import plan_command
 from drafttrain.commands.setup.preview import preview
 from drafttrain.commands.setup.target_and_drafter import (
     check_engine,
@@ -24,20 +25,29 @@ from drafttrain.commands.setup.target_and_drafter import (
     shape_of,
 )
 from drafttrain.config.compose import load_choice
-from drafttrain.config.groups import follow_up, told_target
+from drafttrain.config.overrides import spelled
 from drafttrain.config.sections import CaptureConfig
 from drafttrain.data.template import template_fingerprint
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.hardware import choose_device, choose_train_dtype, dtype_name
 from drafttrain.runtime.ranks import Ranks, join_ranks
-from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, common_to_ranks, provenance
+from drafttrain.runtime.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    PROVENANCE,
+    common_to_ranks,
+    provenance,
+    refuse_foreign,
+)
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
 from drafttrain.target.served import ServedTarget
+from drafttrain.target.store.capture import OWN
 from drafttrain.target.store.capture import capture as write_store
 from drafttrain.target.store.config import StoreConfig, StoreContents
+from drafttrain.target.store.shards import read_manifest
 
 
 def capture(config: CaptureConfig) -> None:
@@ -107,8 +117,10 @@ def capture_until(
             say=say,
         )
     say(manifest.summary())
-    trained = (f"features.dir={folder}", f"drafter={drafters[0].name}", *told_target(config.model))
-    say(f"next: {follow_up('train', 'features=stored', *trained)}")
+    data = replace(config.data, holdout=min(config.data.holdout, len(samples) // 4))
+    trained = replace(config, data=data, drafter=drafters[0])
+    stored = "features=stored", f"features.dir={spelled(folder)}"
+    say(f"next: {plan_command(trained, None, 'train', *stored)}")
 
 
 def check_store_folder(folder: Path) -> None:
@@ -119,6 +131,9 @@ def check_store_folder(folder: Path) -> None:
             f"store.dir must be a folder of its own, got {folder}, which holds a run; "
             "as in store.dir=outputs/store"
         )
+    if folder.is_dir() and read_manifest(folder) is None:
+        names = [path.name for path in folder.iterdir() if OWN.fullmatch(path.name)]
+        refuse_foreign(folder, "store.dir", names, PROVENANCE, ("versions", "drafttrain"))
 
 
 def asked_by(drafters: Sequence[Drafter], config: StoreConfig) -> StoreContents:

@@ -14,7 +14,7 @@ from drafttrain.report.comparison_pages import (
 from drafttrain.report.tables import rich_table
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.lock import hold
-from drafttrain.runtime.run_folder import provenance
+from drafttrain.runtime.run_folder import provenance, refuse_foreign
 from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.tracker import open_tracker, require_tracker
 
@@ -22,9 +22,10 @@ from drafttrain.runtime.tracker import open_tracker, require_tracker
 def compare(config: CompareConfig) -> None:
     """Set evaluated runs side by side, paired by prompt, and write the comparison."""
     settings = config.compare
-    require_tracker(config.tracker)
     place = Path(settings.dir)
+    require_tracker(config.tracker, place)
     require_writable(place, "compare.dir")
+    refuse_foreign(place, "compare.dir", FILES, FILES[0], ("definitions", "speedup"))
     with working("comparing"):
         comparison = compare_runs(settings, provenance())
     with hold(place, "compare.dir", "compare", console.print):

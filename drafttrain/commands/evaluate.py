@@ -16,13 +16,15 @@ from drafttrain.report.results import Report
 from drafttrain.report.tables import adaptation_table, rich_table, summary_table, witness_table
 from drafttrain.runtime.run_folder import CONFIG, provenance
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.tracker import open_tracker, require_tracker
+from drafttrain.runtime.tracker import destination, open_tracker, require_tracker
 
 
 def evaluate(config: EvaluateConfig) -> None:
     """Measure a drafter in the whole speculative loop and write the report."""
-    require_tracker(config.tracker)
     folder = Path(config.run.dir)
+    require_tracker(config.tracker, folder)
+    for line in destination(config.tracker):
+        console.print(line)
     place = folder / "evaluations" / config.eval.name
     result, overwrite = place / "report.json", config.eval.overwrite
     ways = "keep both by eval.name=OTHER_NAME, or replace it by eval.overwrite=true"

@@ -50,7 +50,7 @@ def multirun(command: str, overrides: Sequence[str], config_dir: Path | None) ->
         raise UsageError("--multirun starts every job itself: it takes plain python, no launcher")
     sweep = sweep_of(command, overrides)
     require_writable(sweep.folder, "hydra.sweep.dir")
-    refuse_links(sweep.folder)
+    refuse_links(sweep.folder, of_runs=True)
     with hold(sweep.folder, "hydra.sweep.dir", f"{command} --multirun", console.print):
         (sweep.folder / LOGS).mkdir(exist_ok=True)
         record = sweep.folder / RECORD

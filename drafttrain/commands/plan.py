@@ -6,10 +6,11 @@ from pathlib import Path
 
 from drafttrain.commands.setup.plan import plan_of
 from drafttrain.config.sections import PlanConfig
-from drafttrain.plan.files import write_plan
+from drafttrain.plan.files import FILES, write_plan
 from drafttrain.plan.pages import headline, notes, pieces, printed, tables
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.lock import hold
+from drafttrain.runtime.run_folder import refuse_foreign
 from drafttrain.runtime.terminal import Terminal, console, working
 
 WIDTH = 100
@@ -18,7 +19,9 @@ WIDTH = 100
 def plan(config: PlanConfig) -> None:
     """Print a run's cost and its drafter's benefit from the configuration alone; write plan.dir."""
     if config.plan.dir is not None:
-        require_writable(Path(config.plan.dir), "plan.dir")
+        folder = Path(config.plan.dir)
+        require_writable(folder, "plan.dir")
+        refuse_foreign(folder, "plan.dir", FILES, FILES[0], ("accelerator", "bandwidth"))
     with working("planning"):
         found, source = plan_of(config)
     width = min(WIDTH, console.width) if console.is_terminal else WIDTH
@@ -30,7 +33,6 @@ def plan(config: PlanConfig) -> None:
     wide.print(listed("Advice", found.advice, width))
     wide.print(listed("What the numbers assume", notes(found, source), width))
     if config.plan.dir is not None:
-        folder = Path(config.plan.dir)
         with hold(folder, "plan.dir", "plan", console.print):
             write_plan(found, folder, source)
         console.print(f"plan: {folder / 'plan.html'} (the same in plan.md, plan.json)")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drafttrain import __version__
 from drafttrain.commands.setup.init_from import keep_start, starting_point
-from drafttrain.commands.setup.plan import foresee
+from drafttrain.commands.setup.plan import foresee, plan_command
 from drafttrain.commands.setup.preview import preview
 from drafttrain.commands.setup.target_and_drafter import others_answers, source_of_features
 from drafttrain.commands.setup.training import first_weights, gather, validation_of
@@ -41,7 +41,7 @@ from drafttrain.runtime.run_folder import (
 from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.tracker import open_tracker, require_tracker
+from drafttrain.runtime.tracker import destination, open_tracker, require_tracker
 from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.training.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
 from drafttrain.training.config import TrainerConfig
@@ -74,7 +74,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         config = replace(config, drafter=start.drafter.config)
     check_run_folder(config)
     check_resumed(config)
-    require_tracker(config.tracker)
+    require_tracker(config.tracker, folder)
     config.optimizer.check(config.deepspeed)
     if not config.drafter.trainable:
         raise ValueError(
@@ -87,7 +87,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
             "chooses when a drafter is trained"
         )
     with stop.at_once():
-        ranks = join_ranks(choose_device(config.hardware))
+        ranks = join_ranks(choose_device(config.hardware, partial(plan_command, config)))
         dtype = choose_train_dtype(config.hardware, ranks.device)
         ranks.require_equal(common_to_ranks("train", config, dtype_name(dtype)))
     held.enter_context(ranks.holding(folder, "run.dir", "train", console.print))
@@ -103,7 +103,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
             console.print(line)
             log_lines.append(line)
 
-    for line in [*intentions(config), *changes]:
+    for line in [*intentions(config), *destination(config.tracker), *changes]:
         say(line)
     planned, placement = foresee(config, ranks)
     for line in planned:
@@ -138,7 +138,6 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         weights_dtype=TORCH_DTYPES[config.hardware.weights_dtype],
         layer_calls=LayerCalls(config.hardware.gradient_checkpointing, compiler),
         optimizer=config.optimizer,
-        vocab_sizes={drafter.spec.vocab_size, *([drafter.vocab.size] if drafter.vocab else [])},
         ema_decay=trainer.ema_decay,
     )
     batches = Batches(

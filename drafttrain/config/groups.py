@@ -1,5 +1,6 @@
 """conf/: where it is, what each group offers, and what a saved run adds to that."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -10,11 +11,13 @@ from typing import Any
 import yaml
 from hydra.core.config_store import ConfigStore
 
-from drafttrain.config.overrides import SAVED, UsageError, hidden, spelled
+from drafttrain.config.overrides import SAVED, UsageError, hidden, quoted, spelled
 from drafttrain.config.sections import SECTIONS
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.untrusted_input import shown
 
+# A path that the command line takes in quotes alone.
+PATH = r"([a-z_.]+\.(?:dir|path|out))=(?!'|[A-Za-z/~.][\w/~.-]*$)(.*)"
 HERE = "@_here_"  # how a part of choices is told to fill their own section: parts/layer@_here_
 # Keys that let other people's code run are not taken from the config.yaml of a run.
 WITHHELD = {"trust_remote_code": False, "allow_pickle": False, "python": None}
@@ -65,7 +68,11 @@ def own_file(group: str, name: str) -> Path | None:
 def follow_up(command: str, *arguments: str) -> str:
     """Return the command line of what comes next, with the --config-dir of this one."""
     own = [f"--config-dir={folder}"] if (folder := own_dir()) else []
-    return call(command, *own, *arguments)
+    words = [re.fullmatch(PATH, word) for word in arguments]
+    again = [
+        f"{w[1]}={quoted(w[2])}" if w else word for w, word in zip(words, arguments, strict=True)
+    ]
+    return call(command, *own, *again)
 
 
 def told_target(model: Any) -> list[str]:

@@ -118,7 +118,8 @@ intersection. drafter=ensemble 'drafter.members=[outputs/a,ngram]' lets several 
 The report has a verdict for each task with the speedup, money at eval.price_per_hour and the extra
 memory; acceptance length and acceptance per position; tokens per second with and without the
 drafter; 95 % intervals by bootstrap over prompts, paired with the plain loop of the same process;
-prompt lookup next to it; and whether greedy output was identical, token for token, in float32.
+prompt lookup next to it; and whether greedy output was identical, token for token, in float32
+where that fits.
 eval.certify=true adds a certificate, which goes into the model card too. Every row of a batch
 (eval.batch_size) gets the tokens of batch 1, sampled or greedy.
 

@@ -135,6 +135,7 @@ class PlanConfig:
     plan: "PlanSettings"
     model: "ModelConfig"
     data: "DataConfig"
+    features: "FeaturesConfig"
     drafter: "DrafterConfig"
     trainer: "TrainerConfig"
     optimizer: "OptimizerConfig"

@@ -128,6 +128,8 @@ class ConvolvedLayer(BlockLayer):
 class CandidateSelector(nn.Module):
     """What the token before and the state add to candidates' logits: <A(before) * H(h), B(c)>."""
 
+    vocabulary_matrices = ("predecessor_codebook", "successor_codebook")
+
     def __init__(self, vocab_size: int, width: int, rank: int) -> None:
         super().__init__()
         self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))

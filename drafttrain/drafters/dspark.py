@@ -46,6 +46,8 @@ class MarkovHead(nn.Module):
     gated: each of the r numbers is first multiplied by a sigmoid of the state and of all of them.
     """
 
+    vocabulary_matrices = ("markov_w2.weight",)
+
     def __init__(self, vocab_size: int, rank: int, width: int, gated: bool) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)

@@ -110,6 +110,11 @@ def evaluate_drafter(
             f"the report is about the fastest of depths {depths}, which is chosen on "
             f"{len(choosing)} prompts; its numbers are of the other {left}"
         )
+    elif len(config.every_depth) > 1:
+        console.print(
+            f"the report is about depth {config.depth}: too few prompts to choose the fastest of "
+            "eval.depths on some of them"
+        )
     points: list[Point] = []
     base: list[PromptResult] = []  # at the depth of the report, the fastest of a sweep
     asked: list[PromptResult] = []  # at eval.depth, at which a witness drafts

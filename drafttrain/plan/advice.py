@@ -12,9 +12,9 @@ from drafttrain.plan.serving import (
     Host,
     Serving,
     affordable,
-    break_even,
     fitting,
     host_of,
+    paying,
     rate_of,
     serve,
 )
@@ -26,7 +26,7 @@ OVERRIDES = {
     "device_map": "hardware.target_placement=device_map",
     "zero3": "hardware.target_placement=zero3",
     "vllm": "hardware.target_placement=vllm",
-    "stored": "features=stored features.validate=false",
+    "stored": "features=stored features.dir=outputs/store features.validate=false",
 }
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # those that are tried
 CHEAP_DRAFT = 0.1  # of a target pass: what a drafted token should cost at most
@@ -45,7 +45,7 @@ class ServingPlan:
     host: Host
     serving: tuple[Serving, ...]
     full: Serving  # with as many requests as the memory holds
-    break_even: int | None
+    paying: tuple[tuple[int, int], ...]  # ranges of batches, first and last
     advice: tuple[str, ...] = ()
 
 
@@ -57,6 +57,7 @@ class Plan(ServingPlan):
     others: tuple[Cost, ...]
     given_tokens: int | None  # of the data, by plan.tokens
     store_tokens: int
+    stored: bool  # features are read from the disk; a target that is loaded only validates
 
 
 def plan_serving(job: Job, settings: PlanSettings, measured: str) -> ServingPlan:
@@ -75,7 +76,7 @@ def plan_serving(job: Job, settings: PlanSettings, measured: str) -> ServingPlan
         host=host,
         serving=tuple(serve(host, batch, *acceptance) for batch in settings.batch_sizes),
         full=serve(host, min(fitting(host), LARGEST_BATCH), *acceptance),
-        break_even=break_even(host, *acceptance),
+        paying=paying(host, *acceptance),
     )
     return replace(plan, advice=(*about_drafter(plan), *about_speculation(plan)))
 
@@ -87,17 +88,19 @@ def build_plan(
     placement: str,
     shardings: Sequence[Sharding],
     measured: str = "",
+    stored: bool = False,
 ) -> Plan:
     """Return the plan of a job: its own sharding, all others, serving, and advice.
 
-    measured: see `ServingPlan`.
+    measured: see `ServingPlan`. stored: see `Plan`.
     """
     ways = combinations(shardings, job, placement)
     once = min(job.trained_tokens, job.data_tokens or job.trained_tokens)
     plan = Plan(
         **vars(plan_serving(job, settings, measured)),
-        chosen=cost(job, place(job, sharding, placement)),
-        others=tuple(cost(job, memory_of(job, *way)) for way in ways),
+        chosen=cost(job, place(job, sharding, placement), stored),
+        others=tuple(cost(job, memory_of(job, *way), stored) for way in ways),
+        stored=stored,
         given_tokens=settings.tokens,
         store_tokens=settings.tokens or once,
     )
@@ -116,7 +119,9 @@ def about_target(plan: Plan) -> Iterator[str]:
     job, sharding = plan.job, plan.chosen.memory.sharding
     if job.load.ranks == 1 or plan.chosen.memory.placement not in ("device", "zero3"):
         return
-    whole, shards = (cost(job, memory_of(job, sharding, way)) for way in ("device", "zero3"))
+    whole, shards = (
+        cost(job, memory_of(job, sharding, way), plan.stored) for way in ("device", "zero3")
+    )
     if not whole.memory.fits:
         yield (
             f"The target's {gib(job.target_bytes)} do not fit on each {job.chip.name} beside the "
@@ -136,8 +141,8 @@ def about_micro_batch(plan: Plan) -> Iterator[str]:
     """Yield what to change where the run does not fit, or a larger micro batch if it is faster."""
     job, load, mine = plan.job, plan.job.load, plan.chosen.memory
     if not mine.fits:
-        ways = list(dict.fromkeys(list(ways_that_fit(plan))[:4]))
-        found = f"It does with {'; or '.join(ways)}." if ways else "Nothing here makes it fit."
+        ways = sorted(dict.fromkeys(ways_that_fit(plan)), key=lambda way: way.count("="))
+        found = f"It does with {'; or '.join(ways[:4])}." if ways else "Nothing here makes it fit."
         yield f"It does not fit. {found}"
         return
 
@@ -148,7 +153,7 @@ def about_micro_batch(plan: Plan) -> Iterator[str]:
     fit = takewhile(lambda rows: held(rows).fits, MICRO_BATCHES)
     rows = min(max(fit, default=0), enough)
     if rows > load.rows:
-        faster = cost(at_rows(job, rows), held(rows)).speed.tokens_per_s
+        faster = cost(at_rows(job, rows), held(rows), plan.stored).speed.tokens_per_s
         gain = faster / plan.chosen.speed.tokens_per_s
         if gain > 1.05:
             yield f"hardware.micro_batch={rows} fits as well, and is {gain:.1f} times as fast."
@@ -167,24 +172,26 @@ def ways_that_fit(plan: Plan) -> Iterator[str]:
         if changed != job and memory_of(changed, mine.sharding, mine.placement).fits:
             yield words
             break
+    found = [(other.memory.sharding, other.memory.placement) for other in plan.others]
+    found.sort(key=lambda way: way[0] != mine.sharding)
+    seen: set[str] = set()  # one way for each placement
     for extra, changed in {"": job, **less}.items():
-        found = [(other.memory.sharding, other.memory.placement) for other in plan.others]
-        ways = [way for way in found if memory_of(changed, *way).fits]
-        for sharding, placement in ways:
+        for sharding, placement in found:
+            if placement in seen or not memory_of(changed, sharding, placement).fits:
+                continue
+            seen.add(placement)
             parts = [OVERRIDES[placement]] if placement != mine.placement else []
             parts += [f"deepspeed={sharding.name}"] if sharding != mine.sharding else []
             if job.muon and sharding.stage is not None:
                 parts += ["optimizer=adamw"]  # DeepSpeed has no Muon
             if parts:
                 yield " ".join([*parts, extra]).strip()
-        if ways:
-            return
 
 
 def about_features(plan: Plan) -> Iterator[str]:
     """Yield advice on stored features: the disk they take and the time they save."""
     job, chosen = plan.job, plan.chosen
-    if chosen.memory.placement == "stored":
+    if plan.stored:
         return
     stored = cost(job, memory_of(job, chosen.memory.sharding, "stored"))
     yield (
@@ -236,17 +243,20 @@ def about_speculation(plan: ServingPlan) -> Iterator[str]:
     length = plan.serving[0].acceptance_length
     given = f"at depth {plan.depth} and an acceptance length of {length:.2f}"
     most = fitting(plan.host)
-    if plan.break_even is None or plan.break_even >= most:
+    ranges = [(first, last) for first, last in plan.paying if first <= most]
+    if ranges and ranges[0][0] == 1 and ranges[0][1] >= min(most, LARGEST_BATCH):
         yield (
             f"Speculation pays at every batch whose cache fits ({most} requests of "
             f"{plan.host.context:,} tokens), {given}."
         )
-    elif plan.break_even == 0:
+    elif not ranges:
         yield f"Speculation does not pay at any batch, {given}."
     else:
+        where = " and ".join(f"{first} to {min(last, most)}" for first, last in ranges)
+        reads = ", or reads more experts," if plan.job.shape.share_read(1) < 1 else ""
         yield (
-            f"Speculation pays up to {plan.break_even} requests side by side, {given}; beyond, "
-            "verification waits for arithmetic and shorter chains, or none, are faster."
+            f"Speculation pays at {where} requests side by side, {given}; at others verification "
+            f"waits for arithmetic{reads} and shorter chains, or none, are faster."
         )
     last = plan.serving[-1]
     cycle = (last.draft_s + last.verify_s) / last.plain_s

@@ -18,6 +18,7 @@ class PlanSettings(Settings):
     length: int | None
     loss_share: float
     tokens: int | None
+    host_gib: float | None
     price_per_hour: float | None
     run: str | None
     conditional_acceptance: float
@@ -32,7 +33,7 @@ class PlanSettings(Settings):
         for key in ("length", "tokens", "depth", "context", "serving_gpus"):
             value = getattr(self, key)
             self.require(key, value is None or value >= 1, "be at least 1")
-        self.require("loss_share", 0 < self.loss_share <= 1, "be in (0, 1]")
+        self.require("loss_share", 0.001 <= self.loss_share <= 1, "be in [0.001, 1]")
         rate = self.conditional_acceptance
         self.require("conditional_acceptance", 0 <= rate <= 1, "be in [0, 1]")
         possible = accepted is None or 1 <= accepted <= self.depth + 1
@@ -40,6 +41,7 @@ class PlanSettings(Settings):
         self.require("acceptance_length", possible, longest)
         positive = bool(sizes) and min(sizes) >= 1
         self.require("batch_sizes", positive, "be numbers of at least 1")
+        self.require("host_gib", self.host_gib is None or self.host_gib > 0, "be above 0, or null")
         self.require("price_per_hour", price is None or price >= 0, "be at least 0")
 
 

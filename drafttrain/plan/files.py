@@ -14,6 +14,8 @@ from drafttrain.report.document import Document
 from drafttrain.report.document import notes as listed
 from drafttrain.report.write import write_pages
 
+FILES = ("plan.json", "plan.md", "plan.html")
+
 
 def write_plan(plan: ServingPlan, folder: Path, source: str) -> None:
     """Write plan.json, plan.md and plan.html, with every way to shard by component."""
@@ -70,7 +72,7 @@ def as_data(plan: ServingPlan) -> dict[str, Any]:
         "headline": headline(plan),
         "serving": [asdict(row) for row in plan.serving],
         "serving_accelerators": plan.host.spread,
-        "break_even_batch": plan.break_even,
+        "paying_batches": plan.paying,
         "full_load": asdict(plan.full),
         "advice": list(plan.advice),
     }
@@ -93,7 +95,7 @@ def _cost(cost: Cost) -> dict[str, Any]:
         "deepspeed": memory.sharding.name,
         "target_placement": memory.placement,
         "bytes": {**memory.parts, "total": memory.total},
-        "host_bytes": memory.host,
+        "host_bytes": memory.on_host,
         "fits": memory.fits,
         "headroom_bytes": memory.limit - memory.total,
         "speed": asdict(cost.speed),

@@ -54,7 +54,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one accelerator by component, and on the host of one rank."""
+    """Bytes on one accelerator by component, and on the host."""
 
     sharding: Sharding
     placement: str
@@ -78,7 +78,12 @@ class Memory:
     @property
     def fits(self) -> bool:
         """Whether that much memory is there, on the host too."""
-        return self.total <= self.limit and self.spilled <= self.host_room
+        return self.total <= self.limit and self.on_host <= self.host_room
+
+    @property
+    def on_host(self) -> float:
+        """Bytes that all ranks of a machine need of its host's memory."""
+        return self.host + self.spilled
 
 
 def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
@@ -120,9 +125,10 @@ def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
     found["overhead"] = job.chip.overhead
     host = found.pop("host")
     # One host memory holds what all ranks of the machine need.
-    times = min(ranks, load.ranks_here) if job.chip.is_cpu else 1
+    here = min(ranks, load.ranks_here)
+    times = here if job.chip.is_cpu else 1
     found = {name: float(value * times) for name, value in found.items()}
-    return Memory(sharding, placement, found, job.chip.memory, host * ranks, spilled, job.host_room)
+    return Memory(sharding, placement, found, job.chip.memory, host * here, spilled, job.host_room)
 
 
 def place(job: Job, sharding: Sharding, placement: str) -> Memory:

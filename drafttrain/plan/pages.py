@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -67,9 +68,13 @@ def headline(plan: ServingPlan) -> str:
         )
     memory = plan.chosen.memory
     price = f" and {money(plan.chosen.dollars)}" if plan.chosen.dollars else ""
+    host = ""
+    if memory.on_host:
+        known = "" if memory.host_room == inf else f" of the {gib(memory.host_room)} it may take"
+        host = f" and {gib(memory.on_host)}{known} of each host"
     return (
         f"{'Fits' if memory.fits else 'Does NOT fit'}: {gib(memory.total)} of the "
-        f"{gib(memory.limit)} of {plan.job.machine}, {_held(memory.placement)}, "
+        f"{gib(memory.limit)} of {plan.job.machine}{host}, {_held(memory.placement)}, "
         f"deepspeed={memory.sharding.name}. Training takes {hours(plan.chosen.hours)}{price}. "
         f"{served}"
     )
@@ -247,8 +252,9 @@ def components(plan: Plan, placement: str) -> Table:
     rows["total"] = [_gib(memory.total) for memory in found]
     rows["left"] = [_left(memory) for memory in found]
     rows["fits"] = ["yes" if memory.fits else "no" for memory in found]
-    if any(memory.host for memory in found):
-        rows["on the host, all ranks"] = [_gib(memory.host) for memory in found]
+    if any(memory.on_host for memory in found):
+        disk_too = " or disk" if job.chip.is_cpu else ""  # a map's layers that a CPU cannot hold
+        rows[f"on the host{disk_too}"] = [_gib(memory.on_host) for memory in found]
     return Table(
         f"Memory of {job.machine}, {_held(placement)}, by deepspeed=...",
         f"GiB of {_gib(job.chip.memory)}; {_ranks(job)}, micro batch of "

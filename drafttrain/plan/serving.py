@@ -1,6 +1,5 @@
 """The cost and benefit of a drafter in serving: memory, and speedup by batch from the roofline."""
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from drafttrain.plan.config import PlanSettings
@@ -184,18 +183,24 @@ def serve(host: Host, batch: int, depth: int, rate: float, length: float | None)
     )
 
 
-def break_even(host: Host, depth: int, rate: float, length: float | None) -> int | None:
-    """Return the largest batch at which speculating at `depth` still pays.
+def paying(
+    host: Host, depth: int, rate: float, length: float | None
+) -> tuple[tuple[int, int], ...]:
+    """Return the first and the last batch of each range, up to LARGEST_BATCH, in which it pays.
 
-    None: it still pays at LARGEST_BATCH; 0: it never does.
+    There may be several: a larger batch reads more experts, and then its arithmetic takes longer.
     """
-
-    def pays(batch: int) -> bool:
-        return serve(host, batch, depth, rate, length).predicted_speedup > 1
-
-    if pays(LARGEST_BATCH):
-        return None
-    return bisect_left(range(1, LARGEST_BATCH), True, key=lambda batch: not pays(batch))
+    gain = accepted(rate, length, depth, depth)
+    found: list[tuple[int, int]] = []
+    for batch in range(1, LARGEST_BATCH + 1):
+        cycle = host.draft(batch, depth) + host.target_pass(batch, depth + 1)[0]
+        if gain * host.target_pass(batch, 1)[0] <= cycle:
+            continue
+        if found and found[-1][1] == batch - 1:
+            found[-1] = found[-1][0], batch
+        else:
+            found.append((batch, batch))
+    return tuple(found)
 
 
 def fitting(host: Host) -> int:

@@ -318,7 +318,7 @@ def trace(
 
     vocab = draft_vocab_size(drafter)
     trainable = [p for p in drafter.parameters() if p.requires_grad]
-    by_muon = muon_matrices(trainable, {spec.vocab_size, vocab})
+    by_muon = muon_matrices(drafter)
     step(False)
     return DrafterCost(
         num_parameters=sum(sizes),

@@ -62,20 +62,22 @@ def require_own(path: Path, or_folder: bool = False) -> None:
         )
 
 
-def refuse_links(root: Path, *names: str) -> None:
+def refuse_links(root: Path, *names: str, of_runs: bool = False) -> None:
     """Raise LinkError for a link below `root`: in the path of `names`, or in the folder they name.
 
-    Links in the path of `root`, which the user typed, are followed.
+    Links in the path of `root`, which the user typed, are followed. W&B's own are left alone: in
+    the folder itself, or, of_runs, in the folders of runs in it.
     """
     with suppress(FileNotFoundError):
         for name in names:
             root /= name
             require_own(root, or_folder=True)
+    runs = [str(root), *(map(str, root.glob("*")) if of_runs else ())]
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
             with suppress(FileNotFoundError):  # another command has removed it meanwhile
                 require_own(Path(folder, name), or_folder=True)
-        folders[:] = [name for name in folders if name != WANDB]
+        folders[:] = [name for name in folders if name != WANDB or folder not in runs]
 
 
 @contextmanager

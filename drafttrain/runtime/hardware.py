@@ -31,10 +31,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def choose_device(config: HardwareConfig) -> str:
+def choose_device(config: HardwareConfig, plan: Callable[[], str] | None = None) -> str:
     """Return the device that `config` asks for; set CPU threads, for each rank its share of cores.
 
-    ValueError where there is no such device. `join_ranks` decides which GPU a rank takes.
+    ValueError where there is no such device; plan() returns a command that it names. `join_ranks`
+    decides which GPU a rank takes.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
@@ -46,8 +47,8 @@ def choose_device(config: HardwareConfig) -> str:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
             f"hardware.device={config.device} needs a CUDA GPU and a CUDA build of torch, "
-            "found none; use hardware=cpu or hardware=auto, or `plan` the same run for a machine "
-            "that has GPUs: python -m drafttrain plan with the same settings"
+            "found none; use hardware=cpu or hardware=auto"
+            + (f", or plan the same run: {plan()}" if plan else "")
         )
     if device.startswith("cuda"):
         # It plans anew for every shape, for milliseconds, and our shapes vary from pass to pass.

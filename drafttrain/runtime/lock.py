@@ -157,7 +157,7 @@ def attend(place: Path, rank: int) -> Iterator[None]:
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
     """Let one process at a time change a file that several commands write, for a moment each."""
-    # The holder's name is not written: a full disk has no space for it, but may have some in `path`.
+    # The holder's name is not written: a full disk has no space for another file's text.
     lock = FileLock(beside(path), thread_local=False, fallback_to_soft=False)
     with writing(path):
         lock.acquire(poll_interval=0.01)

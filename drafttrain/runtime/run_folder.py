@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -20,7 +20,13 @@ import yaml
 import drafttrain
 from drafttrain.runtime.disk import append_text, refuse_links, require_writable, write_whole
 from drafttrain.runtime.settings import Settings
-from drafttrain.runtime.untrusted_input import folder_name, read_yaml, shown
+from drafttrain.runtime.untrusted_input import (
+    UntrustedError,
+    folder_name,
+    read_object,
+    read_yaml,
+    shown,
+)
 
 CONFIG = "config.yaml"
 DEEPEST = 8  # lists and dicts in one another; DeepSpeed's own keys have four
@@ -28,6 +34,7 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"  # of a store
 PROVENANCE = "provenance.json"
 LOG = "train.log"
+METRICS_FILE = "metrics.jsonl"
 # The settings that name a file or a folder: recorded so that they hold wherever they are read.
 PATHS = frozenset(
     {"model.path", "model.adapter", "data.path", "data.cache_dir", "drafter.path", "store.dir"}
@@ -202,6 +209,27 @@ def _check_plain(value: Any, where: str, depth: int) -> None:
         )
 
 
+def refuse_foreign(
+    folder: Path, key: str, names: Iterable[str], first: str, holds: tuple[str, str]
+) -> None:
+    """Raise ValueError where files that a command would replace are not drafttrain's.
+
+    key: the setting that names the folder. names: of the files. first: the one that the command
+    writes first; if it is drafttrain's, its section holds[0] has the key holds[1].
+    """
+    there = sorted(name for name in names if os.path.lexists(folder / name))
+    with suppress(OSError, UntrustedError, TypeError, KeyError):
+        read: Callable[[Path], Any] = read_yaml if first == CONFIG else read_object
+        if holds[1] in read(folder / first)[holds[0]]:
+            return
+    if there:
+        raise ValueError(
+            f"{key} must be a new folder, or one that this command has written, got "
+            f"{shown(folder, 400)}, which holds {shown(there[0])} of something else, which would "
+            "be replaced; name another folder"
+        )
+
+
 def has_checkpoints(folder: Path) -> bool:
     """Whether a folder holds a checkpoint of training."""
     checkpoints = folder / CHECKPOINTS
@@ -213,7 +241,10 @@ def check_run_folder(config: Any) -> None:
     folder = Path(config.run.dir)
     require_writable(folder, "run.dir")
     refuse_links(folder)
-    if has_checkpoints(folder) and not config.run.resume:
+    if not has_checkpoints(folder):
+        names = (CONFIG, PROVENANCE, METRICS_FILE, LOG)
+        refuse_foreign(folder, "run.dir", names, CONFIG, ("run", "_target_"))
+    elif not config.run.resume:
         raise ValueError(
             f"run.dir must be a folder without checkpoints, got {folder}, which holds an earlier "
             "run; resume it by run.resume=true, or start another by run.name=ANOTHER_NAME"

@@ -22,11 +22,11 @@ import yaml
 from drafttrain.runtime.disk import refuse_links, write_whole
 from drafttrain.runtime.journal import append_records, read_records, replace_records
 from drafttrain.runtime.lock import alone
+from drafttrain.runtime.run_folder import METRICS_FILE
 from drafttrain.runtime.settings import Settings
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.untrusted_input import shown
+from drafttrain.runtime.untrusted_input import MAX_COUNT, UntrustedError, shown
 
-METRICS_FILE = "metrics.jsonl"
 # Names of the metrics that reports and plans read back from it.
 LOSS, TOKENS, SPEED = "train/loss", "train/tokens", "perf/tokens_per_s"
 ACCEPTANCE_LENGTH = "val/acceptance_length"
@@ -71,14 +71,27 @@ class TensorboardConfig(TrackerConfig):
     """Curves go to TensorBoard's files in the run folder as well."""
 
 
-def require_tracker(choice: TrackerConfig) -> None:
-    """Raise ValueError if the tracker's package is not installed: before hours, not after them."""
+def require_tracker(choice: TrackerConfig, folder: Path) -> None:
+    """Raise ValueError, before hours and not after them, for what would stop the records.
+
+    That is a package that is not installed, or a metrics.jsonl in the folder that is not ours.
+    """
+    if (folder / METRICS_FILE).exists():
+        read_metrics(folder / METRICS_FILE)
     wanted = isinstance(choice, TensorboardConfig)
     if wanted and importlib.util.find_spec("tensorboard") is None:
         raise ValueError(
             "tracker=tensorboard needs the package tensorboard, which is not installed: "
             "pip install 'drafttrain[tensorboard]', or leave it out with tracker=none"
         )
+
+
+def destination(choice: TrackerConfig) -> list[str]:
+    """Return a line on where W&B sends to, which the config.yaml of another's run may have set."""
+    if not isinstance(choice, WandbConfig):
+        return []
+    whose = f"{shown(choice.entity or 'your default entity')}, project {shown(choice.project)}"
+    return [f"tracker=wandb: curves and reports go to {whose}; tracker=none sends nothing"]
 
 
 def open_tracker(
@@ -100,7 +113,7 @@ def open_tracker(
     """
     if not is_main:
         return Tracker(None)
-    require_tracker(choice)
+    require_tracker(choice, folder)
     folder.mkdir(parents=True, exist_ok=True)
     tracker = Tracker(folder / METRICS_FILE, resume_step, append, choice.name)
     with tracker.excused():
@@ -296,8 +309,19 @@ def _cell(value: Any) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl, without a last line that a killed run left unfinished."""
-    return list(read_records(path, dict))
+    """Return the rows of metrics.jsonl, without a last line that a killed run left unfinished.
+
+    UntrustedError for a row whose step or table is not what `Tracker` writes.
+    """
+    rows: list[dict[str, Any]] = list(read_records(path, dict))
+    for number, row in enumerate(rows, 1):
+        step, table = row.get("step"), row.get("table", "")
+        if type(step) is not int or not 0 <= step <= MAX_COUNT or not isinstance(table, str):
+            raise UntrustedError(
+                f"{shown(path, 400)}:{number} must have a step, which counts from 0, and a table "
+                f"only by name, got {shown(row)}; remove the line, or name another folder"
+            )
+    return rows
 
 
 def _subject(row: dict[str, Any]) -> tuple[Any, ...]:

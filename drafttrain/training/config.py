@@ -7,6 +7,7 @@ from typing import Any
 
 from drafttrain.runtime.settings import AUTO, Settings
 
+MOST_EPOCHS = 1_000_000
 SIZES = ("max_steps", "tokens_per_step", "lr", "warmup_steps", "validate_every", "save_every")
 # What a search found best for drafters of targets 384 wide: benchmarks/README.md. From there to the
 # published sizes of real targets, 65,536 tokens a step for 1.3 billion, leads a power of 0.6.
@@ -55,11 +56,14 @@ class TrainerConfig(Settings):
         unsized = [key for key in SIZES if getattr(self, key) == AUTO]
         for key in set(SIZES) - set(unsized):
             kind, name = (float | int, "number") if key == "lr" else (int, "whole number")
-            self.require(key, isinstance(getattr(self, key), kind), f"be a {name} or {AUTO}")
+            value = getattr(self, key)
+            right = isinstance(value, kind) and not isinstance(value, bool)
+            self.require(key, right, f"be a {name} or {AUTO}")
         for key in at_least_1:
             self.require(key, key in unsized or getattr(self, key) >= 1, "be at least 1")
         for key in ("lr", "max_grad_norm", "epochs"):
             self.require(key, key in unsized or getattr(self, key) > 0, "be above 0")
+        self.require("epochs", self.epochs <= MOST_EPOCHS, f"be at most {MOST_EPOCHS:,}")
         for key in ("warmup_steps", "weight_decay"):
             self.require(key, key in unsized or getattr(self, key) >= 0, "be at least 0")
         for key in ("beta1", "beta2", "ema_decay"):

@@ -10,11 +10,12 @@ import torch
 
 from drafttrain.__main__ import main
 from drafttrain.commands.setup import plan as planning
-from drafttrain.commands.setup.plan import foresee
+from drafttrain.commands.setup.plan import foresee, plan_of
 from drafttrain.commands.train import intentions
 from drafttrain.config.compose import compose, load_choice, typed
 from drafttrain.config.sections import EvaluateConfig, RegenerateConfig, TrainConfig, TuneConfig
-from drafttrain.plan.pages import what
+from drafttrain.plan.advice import Plan
+from drafttrain.plan.pages import components, headline, what
 from drafttrain.report.tables import texts
 from drafttrain.runtime.ranks import ALONE, Ranks
 from drafttrain.runtime.run_folder import write_config
@@ -325,3 +326,42 @@ def test_plan_says_disk_login_epochs_and_what_evaluating_takes() -> None:
     assert rows["evaluating"] == ["131 GiB", "and 263 GiB for a float32 copy, where that fits"]
     plan = planning.plan_of(typed(compose("plan", said[:3]), planning.PlanConfig))[0]
     assert "plan.tokens tells how many epochs that is" in str(texts(what(plan)))
+
+
+def test_a_plan_obeys_stored_features_as_the_check_before_training_does() -> None:
+    def plan(*words: str) -> Plan:
+        told = ["hardware=h100x8", *words] if "=stored_70b" not in words[0] else words
+        found = plan_of(typed(compose("plan", told), planning.PlanConfig))[0]
+        assert isinstance(found, Plan)
+        return found
+
+    online = plan("model=llama70b")
+    stored = plan("+experiment=stored_70b")
+    assert stored.chosen.memory.placement == "stored"
+    assert stored.chosen.speed.target_s == 0
+    validated = plan("model=llama70b", "features=stored", "features.dir=outputs/store")
+    assert validated.chosen.memory == online.chosen.memory
+    assert validated.chosen.hours < online.chosen.hours
+    two = (*HEADLINE, "hardware.ranks=2")
+    (told,) = (text for text in plan(*two).advice if text.startswith("It does not fit"))
+    ways = told.split("with ")[1].rstrip(".").split("; or ")
+    assert all(plan(*two, *way.split()).chosen.memory.fits for way in ways), ways
+    assert any("device_map" in way for way in ways), ways
+
+
+def test_a_device_map_counts_the_memory_of_the_host() -> None:
+    def plan(*words: str) -> Plan:
+        base = [*HEADLINE, "hardware=h100x1", "hardware.target_placement=device_map"]
+        told = [*base, "hardware.micro_batch=1", *words]
+        found = plan_of(typed(compose("plan", told), planning.PlanConfig))[0]
+        assert isinstance(found, Plan)
+        return found
+
+    memory = plan().chosen.memory
+    assert memory.spilled > 70 * 2**30
+    assert "GiB of each host" in headline(plan())
+    assert plan("plan.host_gib=256").chosen.memory.fits
+    assert not plan("plan.host_gib=64").chosen.memory.fits
+    assert headline(plan("plan.host_gib=64")).startswith("Does NOT fit")
+    shown = components(plan(), "device_map")
+    assert any(row[0] == "on the host" for row in shown.rows)

@@ -56,9 +56,9 @@ from drafttrain.plan.pages import headline, pieces, printed, tables
 from drafttrain.plan.serving import (
     accepted,
     affordable,
-    break_even,
     fitting,
     host_of,
+    paying,
     rate_of,
     serve,
 )
@@ -703,11 +703,27 @@ def test_speculation_pays_at_small_batches_and_not_at_large_ones() -> None:
     assert plan.serving[-1].bound == "arithmetic"
     assert plan.serving[-1].best_predicted_speedup >= plan.serving[-1].predicted_speedup
     host = host_of(plan.job, replace(default_settings(), context=512))
-    edge = break_even(host, 4, 0.75, None)
-    assert edge is not None
+    ((first, edge),) = paying(host, 4, 0.75, None)
+    assert first == 1
     assert serve(host, edge, 4, 0.75, None).predicted_speedup > 1
     assert serve(host, edge + 1, 4, 0.75, None).predicted_speedup <= 1
-    assert break_even(host, 4, 0.0, None) == 0
+    assert paying(host, 4, 0.0, None) == ()
+
+
+def test_a_mixture_of_experts_pays_in_ranges_of_batches(tmp_path: Path) -> None:
+    values = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    values |= {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
+    values |= {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+    values |= {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    plan = planned(f"model.path={tmp_path}", "hardware=h100x1", "plan.context=256")
+    edges = {edge for pair in plan.paying for edge in pair}
+    for batch in edges | {edge + step for edge in edges for step in (-1, 1)} - {0}:
+        pays = any(first <= batch <= last for first, last in plan.paying)
+        assert (serve(plan.host, batch, 4, 0.75, None).predicted_speedup > 1) == pays, batch
+    assert plan.paying[0][0] > 1, "one request reads more experts for more tokens"
+    told = next(text for text in plan.advice if text.startswith("Speculation"))
+    assert f"{plan.paying[0][0]} to " in told
 
 
 def test_speculation_is_weighed_for_no_batch_that_the_memory_cannot_hold() -> None:
@@ -716,10 +732,10 @@ def test_speculation_is_weighed_for_no_batch_that_the_memory_cannot_hold() -> No
     each = 2048 * (32 * 2 * 8 * 128 * 2) + 2048 * 4096  # the target's cache, and the drafter's
     weights = plan.job.target_bytes + plan.job.parts.num_parameters * 2
     assert most * each <= 0.9 * 79 * 2**30 - weights < (most + 1) * each
-    assert plan.break_even is None
+    assert plan.paying == ((1, 4096),)
     assert any(f"every batch whose cache fits ({most} requests" in t for t in plan.advice)
     beyond = planned("model=llama70b", "hardware=h100x8")  # would pay at more than fit
-    assert fitting(beyond.host) < (beyond.break_even or 0)
+    assert fitting(beyond.host) < beyond.paying[0][1]
     assert any("every batch whose cache fits" in text for text in beyond.advice)
 
 

@@ -1,5 +1,6 @@
 """`plan run.dir=outputs/NAME`: the run's settings, and the acceptance that its report measured."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,10 @@ def test_a_plan_of_a_run_is_of_its_settings(run: Path) -> None:
 
 
 def test_a_plan_of_a_run_counts_with_the_acceptance_of_its_report(run: Path) -> None:
-    write_report(built(two_prompts()), run / "evaluations" / "other")
-    write_report(built(two_prompts()[:2] + two_prompts()[2:4]), run / "evaluations" / "default")
-    length = built(two_prompts()).summary.acceptance_length.micro
+    mine = replace(built(two_prompts()), drafter="mtp")
+    write_report(mine, run / "evaluations" / "other")
+    write_report(mine, run / "evaluations" / "default")
+    length = mine.summary.acceptance_length.micro
     assert length is not None
     plan = planned(f"run.dir={run}", ON, "plan.depth=2")  # the report's
     assert {row.acceptance_length for row in plan.serving} == {length}
@@ -52,3 +54,13 @@ def test_a_plan_of_a_run_counts_with_the_acceptance_of_its_report(run: Path) -> 
 def test_the_rate_of_a_report_is_not_taken_for_a_conditional_one() -> None:
     with pytest.raises(ValueError, match="plan has no key acceptance_rate"):
         compose("plan", ["plan.acceptance_rate=0.5"])
+
+
+def test_a_plan_takes_no_acceptance_of_another_drafter_or_target(run: Path) -> None:
+    write_report(built(two_prompts()), run / "evaluations" / "default")  # of eagle3
+    assert "is assumed: " in headline(planned(f"run.dir={run}", ON))
+    mine = replace(built(two_prompts()), drafter="mtp")
+    write_report(mine, run / "evaluations" / "mine")
+    assert "by the report mine of" in headline(planned(f"run.dir={run}", ON, "plan.depth=4"))
+    assert "is assumed: " in headline(planned(f"run.dir={run}", ON, "drafter=medusa"))
+    assert "is assumed: " in headline(planned(f"run.dir={run}", ON, "model=llama8b"))

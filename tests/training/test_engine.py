@@ -86,7 +86,6 @@ def make_engine(
         weight_decay=0.1,
         max_grad_norm=max_grad_norm,
         optimizer=MUON if "muon" in others else ADAMW,
-        vocab_sizes=[VOCAB],
         ema_decay=0.5 if "average" in others else 0.0,
     )
 

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +12,14 @@ import yaml
 from paths import ROOT
 from torch import nn
 
-from drafttrain.config.groups import content_of
+from drafttrain.commands.setup.target_and_drafter import expected_spec
+from drafttrain.config.compose import load_choice
+from drafttrain.config.groups import choices, content_of
+from drafttrain.config.overrides import UsageError
 from drafttrain.core.types import Sample
 from drafttrain.data.batches import Batches
 from drafttrain.training.config import TrainerConfig
-from drafttrain.training.engine.optimizer import parameter_groups
+from drafttrain.training.engine.optimizer import muon_matrices, parameter_groups
 
 VALUES = yaml.safe_load((ROOT / "conf" / "trainer" / "default.yaml").read_text())
 COSINE = VALUES | dict(
@@ -170,3 +175,25 @@ def test_a_warm_up_longer_than_the_run_names_the_rate_that_is_reached() -> None:
         "0.0016, not trainer.lr=0.008; give fewer, or auto"
     )
     assert auto(max_steps=20, warmup_steps=20, lr=8e-3).warm_up_note() == ""
+
+
+@pytest.mark.parametrize("size", [383, 384, 4096])
+def test_muon_takes_layers_as_wide_as_a_draft_vocabulary(size: int) -> None:
+    spec = expected_spec(load_choice("model", "tiny"))
+    assert (spec.hidden_size, spec.vocab_size) == (384, 4096)
+    config = replace(load_choice("drafter", "eagle3"), draft_vocab_size=size)
+    with torch.device("meta"):
+        drafter = config.build(spec)
+        drafter.outline(lambda: None)
+    taken = set(muon_matrices(drafter))
+    left = {name for name, p in drafter.named_parameters() if p.ndim == 2 and p not in taken}
+    assert left == {"lm_head.weight"}
+
+
+def test_muon_takes_no_table_of_a_vocabulary() -> None:
+    spec = expected_spec(load_choice("model", "tiny"))
+    for name in choices("drafter"):
+        with suppress(UsageError, ValueError), torch.device("meta"):
+            drafter = load_choice("drafter", name).build(spec)
+            sizes = {p.shape for p in muon_matrices(drafter)}
+            assert not [shape for shape in sizes if spec.vocab_size in shape], name

@@ -49,9 +49,10 @@ from drafttrain.report.results import TimingInfo, TrainingCurves
 from drafttrain.runtime.disk import refuse_links
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
 from drafttrain.runtime.lock import hold, require_free
+from drafttrain.runtime.run_folder import METRICS_FILE
 from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.tracker import METRICS_FILE, read_metrics
+from drafttrain.runtime.tracker import read_metrics
 from drafttrain.runtime.untrusted_input import UntrustedError, shown
 from drafttrain.target.model import Target
 from drafttrain.target.placement import room_for
@@ -397,7 +398,10 @@ def reference_drafters(
     references: dict[str, Drafter] = {}
     for name, changes in beside_every(settings.two_model).items():
         if drafter.config.name != name:
-            reference = replace(load_choice("drafter", name), **changes).build(target.spec)
-            reference.attach(target.tokenizer)
+            try:
+                reference = replace(load_choice("drafter", name), **changes).build(target.spec)
+                reference.attach(target.tokenizer)
+            except ValueError as error:
+                raise ValueError(str(error).replace("drafter.path", "eval.two_model")) from error
             references[name] = reference.eval()
     return references

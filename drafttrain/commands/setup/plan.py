@@ -15,7 +15,7 @@ import yaml
 from drafttrain.config.compose import as_plain, compose, load_choice, recorded
 from drafttrain.config.groups import choices, conf_dir, follow_up, told_target
 from drafttrain.config.overrides import UsageError, spelled
-from drafttrain.config.sections import PlanConfig, TrainConfig
+from drafttrain.config.sections import CaptureConfig, PlanConfig, TrainConfig
 from drafttrain.data.conversations import HubConfig, JsonlConfig, SelfgenConfig
 from drafttrain.drafters.base import DrafterConfig
 from drafttrain.drafters.shared.model_source import in_drafters_words
@@ -34,9 +34,9 @@ from drafttrain.report.card import read_run
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.hardware import choose_train_dtype, dtype_name
 from drafttrain.runtime.ranks import ALONE, Ranks
-from drafttrain.runtime.run_folder import PROVENANCE
+from drafttrain.runtime.run_folder import METRICS_FILE, PROVENANCE
 from drafttrain.runtime.settings import AUTO
-from drafttrain.runtime.tracker import METRICS_FILE, SPEED, read_metrics
+from drafttrain.runtime.tracker import SPEED, read_metrics
 from drafttrain.runtime.untrusted_input import read_typed, shown
 from drafttrain.target.placement import (
     SERVING_SHARE,
@@ -66,7 +66,8 @@ def plan_of(config: PlanConfig) -> tuple[ServingPlan, str]:
         chip = replace(chip, efficiency=measured_efficiency(Path(settings.measured), chip))
         source = f"measured in {settings.measured}"
     job = job_of(config, settings, chip)
-    settings, measured = with_measured_acceptance(settings)
+    names = config.drafter.name, config.model.name
+    settings, measured = with_measured_acceptance(settings, *names)
     if not config.drafter.trainable:
         return plan_serving(job, settings, measured), source
     shardings = [Sharding.of(load_choice("deepspeed", name)) for name in choices("deepspeed")]
@@ -74,14 +75,29 @@ def plan_of(config: PlanConfig) -> tuple[ServingPlan, str]:
     if own not in shardings:
         shardings.append(own)
     order = sorted(shardings, key=lambda way: (way.stage is not None, way.stage or 0, way.offload))
-    placement = config.hardware.target_placement
-    return build_plan(job, settings, own, placement, order, measured), source
+    asked = _asked(config)
+    plan = build_plan(job, settings, own, asked[0], order, measured, asked[1])
+    if config.hardware.accelerator and config.hardware.ranks == AUTO and job.load.ranks == 1:
+        text = "One rank is planned: hardware.ranks=8, or the launcher of the run, says how many."
+        plan = replace(plan, advice=(text, *plan.advice))
+    return plan, source
 
 
-def with_measured_acceptance(settings: PlanSettings) -> tuple[PlanSettings, str]:
+def _asked(config: PlanConfig | TrainConfig) -> tuple[str, bool]:
+    """Return where the target is to go, "stored" for nowhere, and whether features are stored."""
+    features = config.features
+    stored = isinstance(features, StoredFeaturesConfig)
+    nowhere = isinstance(features, StoredFeaturesConfig) and not features.validate
+    return "stored" if nowhere else config.hardware.target_placement, stored
+
+
+def with_measured_acceptance(
+    settings: PlanSettings, drafter: str, target: str
+) -> tuple[PlanSettings, str]:
     """Return the settings with the acceptance length of plan.run's report, and whose it is.
 
-    The report named "default" counts, else the first one of chains; "" where none was measured.
+    The report named "default" counts, else the first one of chains, if it is of this drafter and
+    this target; "" where none was measured.
     A length at another depth than plan.depth is converted as if all positions were accepted alike.
     """
     if settings.acceptance_length is not None:
@@ -89,7 +105,8 @@ def with_measured_acceptance(settings: PlanSettings) -> tuple[PlanSettings, str]
     reports = {} if settings.run is None else read_run(Path(settings.run))[1]
     for name, report in sorted(reports.items(), key=lambda one: one[0] != "default"):
         length = report.summary.acceptance_length.micro
-        if length is not None and not report.tree:
+        same = (report.drafter, report.target) == (drafter, target)
+        if length is not None and not report.tree and same:
             rate = rate_of(length, report.depth)
             length = accepted(rate, length, report.depth, settings.depth)
             return replace(settings, acceptance_length=length), (
@@ -110,16 +127,13 @@ def foresee(config: TrainConfig, ranks: Ranks = ALONE) -> tuple[list[str], Place
 
 
 def _foreseen(config: TrainConfig, free: int) -> tuple[list[str], dict[str, str] | None]:
-    hardware, own, features = config.hardware, Sharding.of(config.deepspeed), config.features
+    hardware, own = config.hardware, Sharding.of(config.deepspeed)
     chip = accelerator_of(hardware, GLANCE_S, free)
     try:
         job = job_of(config, default_settings(), chip, free)
     except UnknownCostError as error:  # no reason to refuse
         return [f"plan: none, {error}"], None
-    placement, more = hardware.target_placement, plan_command(config)
-    stored = isinstance(features, StoredFeaturesConfig)
-    if isinstance(features, StoredFeaturesConfig) and not features.validate:
-        placement = "stored"  # no target is loaded
+    (placement, stored), more = _asked(config), plan_command(config)
     if hardware.check_fit:
         # Without a GPU, the plan of a machine that has some says more than that of this one.
         elsewhere = "h100x8" if chip.is_cpu else None
@@ -128,14 +142,22 @@ def _foreseen(config: TrainConfig, free: int) -> tuple[list[str], dict[str, str]
     return lines, vars(job.placement)
 
 
-def plan_command(config: TrainConfig, hardware: str | None = None) -> str:
-    """Return the command that plans a run with all its settings; hardware: another's instead."""
+def plan_command(
+    config: TrainConfig | CaptureConfig,
+    hardware: str | None = None,
+    command: str = "plan",
+    *more: str,
+) -> str:
+    """Return the command that plans a run with all its settings; hardware: another's instead.
+
+    command: another that takes the settings, with `more` arguments.
+    """
     words = told_target(config.model)
-    known = {field.name for field in fields(PlanConfig)} - {"plan"}
+    known = {field.name for field in fields(PlanConfig)} & vars(config).keys()
     if hardware is not None:
         words, known = [*words, f"hardware={hardware}"], known - {"hardware"}
     for whole in (True, False):  # choices first: they change what other keys are by default
-        usual = as_plain(compose("plan", words))  # not checked: data.path is null
+        usual = as_plain(compose(command, [*more, *words]))  # not checked: data.path is null
         for section in sorted(known):
             theirs, name = usual[section], getattr(config, section).name
             if whole and name != theirs["name"] and name in choices(section):
@@ -145,7 +167,7 @@ def plan_command(config: TrainConfig, hardware: str | None = None) -> str:
                     if value != theirs.get(key, value) and key != "name":
                         plain = isinstance(value, str) and PLAIN_TEXT.fullmatch(value)
                         words.append(f"{section}.{key}={value if plain else spelled(value)}")
-    return follow_up("plan", *words)
+    return follow_up(command, *more, *words)
 
 
 def spread_to_serve(model: ModelConfig, hardware: HardwareConfig, asked: int | str) -> int:
@@ -239,7 +261,9 @@ def job_of(
         placement=placement,
         gpus=1 if chip.is_cpu else max(1, gpus),
         maps=1 if alone else ranks,
-        host_room=TARGET_SHARE * free_bytes(torch.device("cpu")) if free else inf,
+        host_room=_host_room(
+            settings, free is not None or not (chip.is_cpu or hardware.accelerator)
+        ),
         engine_bytes=_engine_bytes(
             config.vllm, chip, target_bytes, shape.num_attention_heads, gpus if ranks == 1 else 1
         ),
@@ -273,6 +297,13 @@ def _num_steps(conversations: int, length: int, tokens_per_step: int, epochs: fl
     """Return the steps of epochs, as `Batches` would cut conversations of one length into them."""
     an_epoch = min(conversations, max(1, round(conversations * length / tokens_per_step)))
     return max(1, ceil(round(epochs * an_epoch, 6)))
+
+
+def _host_room(settings: PlanSettings, here: bool) -> float:
+    """Return the bytes that layers may take of a host's memory; infinite where nobody knows it."""
+    if settings.host_gib is None:
+        return TARGET_SHARE * free_bytes(torch.device("cpu")) if here else inf
+    return TARGET_SHARE * settings.host_gib * GIB
 
 
 def drafter_cost(
@@ -408,7 +439,7 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
             f"{folder}, which ran on {shown(', '.join(machine.gpus) or machine.cpu)}"
         )
     job = job_of(config, default_settings(), replace(chip, efficiency=1.0, launch_s=0.0))
-    found = place(job, Sharding.of(config.deepspeed), config.hardware.target_placement)
-    stored = isinstance(config.features, StoredFeaturesConfig)
+    placement, stored = _asked(config)
+    found = place(job, Sharding.of(config.deepspeed), placement)
     ideal = cost(job, found, stored).speed.tokens_per_s
     return float(median(speeds[SETTLING:] or speeds)) / ideal

@@ -35,7 +35,7 @@ from drafttrain.target.store.shards import Manifest, Shard, StoredReadout, Store
 PROBE_BYTES = 32e6  # written once to learn how fast the disk is
 OWN = re.compile(
     "|".join(map(re.escape, (MANIFEST, shards.PROVENANCE, shards.CONVERSATIONS, shards.READOUT)))
-    + f"|{shards.SHARD.pattern}|{shards.JOURNAL.pattern}|{shards.UNFINISHED.pattern}|probe"
+    + f"|{shards.SHARD.pattern}|{shards.JOURNAL.pattern}|{shards.UNFINISHED.pattern}|[.]probe"
 )
 SPARE_BYTES = 1e6  # for what the plan does not count: headers, the manifest, names
 
@@ -340,7 +340,7 @@ class Writer:
         times = max(1, int(limit // held))
         probe = {f"{i}.{name}": t.clone() for i in range(times) for name, t in tensors.items()}
         started = time.perf_counter()
-        path = self.folder / "probe"
+        path = self.folder / ".probe"
         shards.write_tensors(path, probe)
         path.unlink()
         per_byte = (time.perf_counter() - started) / (held * times)

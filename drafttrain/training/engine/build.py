@@ -1,7 +1,5 @@
 """Build the engine that trains a module."""
 
-from collections.abc import Collection
-
 import torch
 from torch import nn
 
@@ -28,15 +26,14 @@ def build_engine(
     weights_dtype: torch.dtype = torch.float32,
     layer_calls: LayerCalls = AS_WRITTEN,
     optimizer: OptimizerConfig = ADAMW,
-    vocab_sizes: Collection[int] = (),
     ema_decay: float = 0.0,
 ) -> Engine:
     """Return the engine of `module`, with the module on its device and rank 0's weights everywhere.
 
     The optimizer's moments and the weights that it updates are float32; with dtype bfloat16 the
     forward runs under autocast, and with weights_dtype bfloat16 the module holds rounded weights.
-    max_grad_norm: of the summed gradient, over all parameters; 0 is off. vocab_sizes: a matrix with
-    a side of such a length is an embedding or a head. ema_decay: of the average; 0 keeps none.
+    max_grad_norm: of the summed gradient, over all parameters; 0 is off. ema_decay: of the
+    average; 0 keeps none.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         got = dtype_name(dtype)
@@ -60,9 +57,7 @@ def build_engine(
     ranks.broadcast_in_place([p.data for p in module.parameters()] + list(module.buffers()))
     optimizer.check(deepspeed)
     offloads = deepspeed.offloads_optimizer
-    updates = build_optimizer(
-        *(optimizer, trainable, vocab_sizes, betas, eps, weight_decay, offloads)
-    )
+    updates = build_optimizer(optimizer, module, betas, eps, weight_decay, offloads)
     forward = Forward(module, None if dtype == torch.float32 else dtype, layer_calls)
     arguments = (forward, updates, ranks, max_grad_norm, low, ema_decay)
     if not deepspeed.enabled:

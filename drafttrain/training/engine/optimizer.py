@@ -1,12 +1,16 @@
 """The optimizers: AdamW, or Muon for the matrices within layers and AdamW for the rest."""
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from drafttrain.training.engine.config import OptimizerConfig
+
+# Names of modules that have a row for each token of a vocabulary.
+VOCABULARY_MODULES = ("embed_tokens", "embed_out", "lm_head", "lm_heads", "head")
 
 
 class MuonAndAdamW:
@@ -28,21 +32,20 @@ class MuonAndAdamW:
 
 def build_optimizer(
     config: OptimizerConfig,
-    trainable: Sequence[nn.Parameter],
-    vocab_sizes: Collection[int],
+    module: nn.Module,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     on_host: bool,
 ) -> Any:
-    """Return the optimizer of these parameters: matrices decay, vectors do not.
+    """Return the optimizer of a module: matrices decay, vectors do not.
 
     AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101). Muon: Jordan et al. 2024, with the step
     sizes of arXiv:2502.16982, at which AdamW's learning rate and decay fit it as well; embeddings
     and heads, which have a row for each token of a vocabulary, stay with AdamW. on_host: DeepSpeed
     keeps the moments in the host's memory.
     """
-    by_muon = muon_matrices(trainable, vocab_sizes) if config.muon else []
+    by_muon = muon_matrices(module) if config.muon else []
     taken = set(by_muon)
     optimizers: list[Any] = []  # torch makes none of no parameters
     if by_muon:
@@ -53,7 +56,7 @@ def build_optimizer(
             adjust_lr_fn="match_rms_adamw",
         )
         optimizers.append(muon)
-    if others := [p for p in trainable if p not in taken]:
+    if others := [p for p in module.parameters() if p.requires_grad and p not in taken]:
         adamw = torch.optim.AdamW(
             parameter_groups(others, weight_decay),
             lr=0.0,
@@ -65,12 +68,20 @@ def build_optimizer(
     return MuonAndAdamW(*optimizers) if len(optimizers) > 1 else optimizers[0]
 
 
-def muon_matrices(
-    trainable: Sequence[nn.Parameter], vocab_sizes: Collection[int]
-) -> list[nn.Parameter]:
-    """Return the parameters that Muon updates: matrices, but embeddings and heads."""
-    sizes = set(vocab_sizes)
-    return [p for p in trainable if p.ndim == 2 and not sizes & set(p.shape)]
+def muon_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that Muon updates: matrices that are trained, but embeddings and heads.
+
+    Those are nn.Embedding, modules with a name in VOCABULARY_MODULES, and the parameters that a
+    module lists as `vocabulary_matrices`. Sizes decide nothing: a layer may be as wide as a
+    vocabulary.
+    """
+    tables: set[nn.Parameter] = set()
+    for name, part in module.named_modules():
+        last = re.sub(r"(\.\d+)+$", "", name).rpartition(".")[2]  # of lm_heads.0: lm_heads
+        if isinstance(part, nn.Embedding) or last in VOCABULARY_MODULES:
+            tables.update(part.parameters(recurse=False))
+        tables.update(map(part.get_parameter, getattr(part, "vocabulary_matrices", ())))
+    return [p for p in module.parameters() if p.requires_grad and p.ndim == 2 and p not in tables]
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:
