@@ -35,6 +35,7 @@ from drafttrain.runtime.signals import Stopped, StopRequest
 from drafttrain.runtime.untrusted_input import did_you_mean, escaped, shown
 
 DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
+UTF8 = "PYTHONUTF8"  # set to 1: Python reads and writes UTF-8 whatever the locale says
 # The section that names the folder, where it is not `run`.
 PLACES = {"compare": "compare", "capture": "store", "regenerate": "regenerate", "plan": "plan"}
 PRINTED = ("plan", "generate", "chat")  # commands whose result is what they print
@@ -76,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     1: a failure of the machine, a place held by another process, or an unexpected error. 130:
     Ctrl-C. 143: a scheduler's signal, after the progress was saved.
     """
+    if argv is None and sys.getfilesystemencoding() != "utf-8" and os.environ.get(UTF8) != "1":
+        # An ASCII locale, in which no path, record or line of output could be more than ASCII.
+        os.execve(sys.executable, sys.orig_argv, os.environ | {UTF8: "1"})
     with guarded_output() as output:
         status = _run(list(sys.argv[1:] if argv is None else argv), output)
         try:

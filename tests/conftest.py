@@ -14,11 +14,12 @@ os.environ.update(
 )
 
 import copy
+import functools
 import gc
 import signal
 import string
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,19 +102,64 @@ def _own_choices() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _light_commands() -> Iterator[None]:
-    """Commands in this process see one core, measure briefly and parse each yaml text once.
+    """Commands in this process see one core, measure briefly, and compose and count equals once.
+
+    They do not wait until the disk has what they wrote: no test cuts the power.
 
     Other workers use the other cores: threads that share one spin while they wait for each other.
     """
+    import hydra
     import omegaconf.omegaconf
+    from composed import ComposedOnce
 
+    from drafttrain.commands.setup import plan
+    from drafttrain.evaluation import measure
+    from drafttrain.plan import accelerator, shapes
     from drafttrain.runtime import hardware
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "num_cores", lambda: 1)
         patch.setattr(hardware, "MEASURED_ROUNDS", 3)
         patch.setattr(omegaconf.omegaconf, "yaml", ParsedOnce())
+        patch.setattr(hydra, "compose", ComposedOnce(hydra.compose))
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(measure, "gc", YoungGarbage())
+        # Every `train` plans, and most of them plan alike.
+        for module, name in (
+            (accelerator, "measured_peaks"),
+            (shapes, "counted"),
+            (plan, "drafter_cost"),
+        ):
+            patch.setattr(module, name, remembered(getattr(module, name)))
         yield
+
+
+def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which answers arguments that it has seen as it did then.
+
+    The arguments must be written in full by `repr`, as dataclasses are. `__wrapped__` is the
+    function itself.
+    """
+    answers: dict[Any, Any] = {}
+
+    @functools.wraps(function)
+    def answer(*arguments: Any) -> Any:
+        key = (*map(type, arguments), repr(arguments))
+        if key not in answers:
+            answers[key] = function(*arguments)
+        return answers[key]
+
+    return answer
+
+
+class YoungGarbage:
+    """The module `gc`, whose full collection, slow in a test run, looks at new objects only."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(gc, name)
+
+    def collect(self, generation: int = 2) -> int:
+        return gc.collect(0)
 
 
 class ParsedOnce:

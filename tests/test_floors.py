@@ -34,7 +34,7 @@ DOORS = {
     "filelock": {"runtime.lock"},
     "huggingface_hub": {"target.pretrained.hub", "formats.write.hub", "formats.write.directory"},
     "matplotlib": {"report.plots"},
-    "peft": {"drafters.shared.lora"},
+    "peft": {"drafters.shared.lora", "target.pretrained.adapter"},
     "pydantic": {"runtime.untrusted_input"},
     "openai": {"target.answers.endpoint"},
     # which the interpreter of vLLM's environment runs
@@ -173,6 +173,7 @@ SPOKEN = {
     "target.vllm.worker": "eagle",  # what vLLM calls its setting for captured layers
     "evaluation.config": "two_model",  # eval.two_model, a setting
     "commands.setup.evaluation": "two_model",  # the same
+    "runtime.run_folder": "two_model",  # the same
 }
 
 

@@ -17,6 +17,7 @@ from drafttrain.commands.setup.target_and_drafter import (
     expected_spec,
     load_on_ranks,
     load_samples,
+    others_answers,
     read_samples,
     refuse_selfgen,
     refuse_without_store,
@@ -77,9 +78,11 @@ def capture_until(
     drafters = [load_choice("drafter", name) for name in names] if names else [config.drafter]
     say(
         f"drafttrain {__version__}: capture for {', '.join(d.name for d in drafters)} from "
-        f"{config.model.name} ({config.model.origin})"
+        f"{config.model.label} ({config.model.origin})"
     )
     say(f"  data={config.data.name}  hardware={config.hardware.name}  store: {folder}")
+    for line in others_answers(config.data, config.model):
+        say(line)
     check_store_folder(folder)
     if served := config.hardware.target_placement == "vllm":
         refuse_selfgen(config.data)

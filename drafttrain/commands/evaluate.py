@@ -6,7 +6,9 @@ from pathlib import Path
 from drafttrain.commands.setup.evaluation import held_setup
 from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.commands.setup.vllm_witness import served_by_vllm, witnessed
+from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import EvaluateConfig
+from drafttrain.evaluation.config import TunedEval
 from drafttrain.evaluation.evaluate import Setup, evaluate_drafter
 from drafttrain.evaluation.record import SETTINGS, keep, settings_of
 from drafttrain.report.pages import REPORT_FILES, pictures, write_report
@@ -52,6 +54,8 @@ def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
     if report.certificate is not None:
         console.print(f"certificate: {report.certificate.statement}")
     console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
+    if setup.checkpoint is not None and not isinstance(settings, TunedEval):
+        console.print(f"next: {follow_up('tune', f'run.dir={setup.folder}')}")
     told = asdict(config)
     tracker = open_tracker(
         config.tracker, setup.folder, config=told, command="evaluate", append=True

@@ -31,7 +31,7 @@ from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.export import export_drafter
 from drafttrain.formats.write.hub import check_push, plan_push, push
-from drafttrain.report.card import CardData, read_run, served_as
+from drafttrain.report.card import TARGET, CardData, read_run, served_as
 from drafttrain.runtime.disk import require_writable, written
 from drafttrain.runtime.hardware import choose_device
 from drafttrain.runtime.lock import beside, hold
@@ -59,6 +59,11 @@ def export(config: ExportConfig) -> None:
     spread = spread_to_serve(config.model, config.hardware, settings.tensor_parallel)
     settings = replace(wanted.settings, tensor_parallel=spread)
     name = served_as(config.model)
+
+    def target_folder() -> Path | None:
+        config.model.require_null("a drafter that is written with its target", "adapter")
+        return find(config.model, weights=True)
+
     # The folder is replaced as a whole, and a lock inside it would be replaced too.
     with hold(place, "export.dir", "export", console.print, file=beside(place)):
         with written(place, "export.dir"), working("exporting"):
@@ -70,13 +75,15 @@ def export(config: ExportConfig) -> None:
                 wanted.card,
                 lambda: load_tokenizer(config.model),
                 measure=partial(_measured, config, wanted) if settings.measured_prompts else None,
-                target_folder=lambda: find(config.model, weights=True),
+                target_folder=target_folder,
             )
         scaled: list[str] = []
         with suppress(ValueError):  # a repository may be out of reach, and need not be read
             scaled = scaling_lines(wanted.drafter.config, load_model_config(config.model))
         for line in [*done.lines(), *scaled]:
             console.print(line)
+        if name == TARGET:
+            console.print(f"{TARGET}: where you save {config.model.label}, merged by PEFT")
         if settings.push is None:
             return
         files = tuple(done.sizes)
@@ -197,10 +204,10 @@ def _check_places(config: ExportConfig, place: Path) -> None:
 
 def _card(config: ExportConfig, drafter: Drafter) -> CardData:
     return CardData(
-        title=f"{drafter.config.name} for {config.model.name}",
+        title=f"{drafter.config.name} for {config.model.label}",
         family=drafter.config.name,
         about=drafter.about,
-        target=config.model.name,
-        base_model=None if config.model.path else config.model.repo,
+        target=config.model.label,
+        base_model=None if config.model.path or config.model.adapter else config.model.repo,
         license=config.export.license,
     )

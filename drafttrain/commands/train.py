@@ -10,14 +10,13 @@ from drafttrain import __version__
 from drafttrain.commands.setup.init_from import keep_start, starting_point
 from drafttrain.commands.setup.plan import foresee, plan_command
 from drafttrain.commands.setup.preview import preview
-from drafttrain.commands.setup.target_and_drafter import source_of_features
+from drafttrain.commands.setup.target_and_drafter import others_answers, source_of_features
 from drafttrain.commands.setup.training import first_weights, gather, validation_of
-from drafttrain.config.groups import follow_up, told_target
+from drafttrain.config.groups import follow_up
 from drafttrain.config.resume import check_resumed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.data.batches import Batches
-from drafttrain.data.conversations import HubConfig
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.hardware import (
@@ -115,8 +114,13 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         keep_start(folder, start)
     num_tokens = sum(len(sample.tokens) for sample in material.samples)
     if config.trainer.unsized:
+
+        def num_steps(tokens_per_step: int, epochs: float) -> int:
+            return Batches(material.samples, tokens_per_step, 1, config.run.seed).num_steps(epochs)
+
         width, rate = drafter.spec.hidden_size, config.drafter.lr
-        config = replace(config, trainer=config.trainer.sized(num_tokens, width, rate))
+        trainer = config.trainer.sized(num_tokens, num_steps, width, rate)
+        config = replace(config, trainer=trainer)
         say(f"trainer={config.trainer.name} chose {_sizes(config.trainer)}")
         check_resumed(config)
     trainer = config.trainer
@@ -146,7 +150,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     )
     say(
         f"data: {len(material.samples):,} conversations of {num_tokens:,} tokens, "
-        f"{len(batches.steps):,} steps an epoch; {len(material.held_out)} held out"
+        f"{batches.num_steps(1):,} steps an epoch; {len(material.held_out)} held out"
     )
     validation = validation_of(config, material, engine, stop, dtype)
     store = material.store
@@ -226,20 +230,15 @@ def intentions(config: TrainConfig) -> list[str]:
     """Return what `train` is about to do, before anything is loaded."""
     model, trainer, hardware = config.model, config.trainer, config.hardware
     lines = [
-        f"drafttrain {__version__}: train {config.drafter.name} for {model.name} ({model.origin})",
+        f"drafttrain {__version__}: train {config.drafter.name} for {model.label} ({model.origin})",
         f"  data={config.data.name}  features={config.features.name}  {_sizes(trainer)}  "
         f"optimizer={config.optimizer.name}  hardware={hardware.name}  "
         f"deepspeed={config.deepspeed.name}",
         f"  run folder: {config.run.dir}",
     ]
-    if isinstance(config.data, HubConfig) and not isinstance(config.features, StoredFeaturesConfig):
-        repo = [f"data.repo={config.data.repo}"] if config.data.name == "hub" else []
-        asked = [f"data={config.data.name}", *repo, *told_target(model)]
-        lines += [
-            f"  the answers of data={config.data.name} are another's; training on the target's "
-            f"own gives longer drafts: {follow_up('regenerate', *asked)}"
-        ]
-    return lines
+    if isinstance(config.features, StoredFeaturesConfig):
+        return lines  # `capture` has said it
+    return [*lines, *others_answers(config.data, model)]
 
 
 def _sizes(trainer: TrainerConfig) -> str:

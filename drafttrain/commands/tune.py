@@ -15,6 +15,8 @@ from drafttrain.report.tune import headline, tune_tables, write_tuning
 from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console
 
+NAME = "tuned"  # of the evaluation that is suggested: it replaces none of another depth
+
 
 def tune(config: TuneConfig) -> None:
     """Predict every depth's speedup on this machine, measure it, choose, and write the choice."""
@@ -46,9 +48,9 @@ def tune_held(config: TuneConfig, setup: Setup) -> None:
     title = f"{config.drafter.name} on {config.model.label}: which depth"
     page = write_tuning(setup.folder, title, found.predictions, choices, setup.notes)
     console.print(f"chosen depths: {file}; details: {page}")
-    run, auto = f"run.dir={setup.folder}", f"eval.depth={AUTO}"
+    run, auto = f"run.dir={setup.folder}", [f"eval.depth={AUTO}", f"eval.name={NAME}"]
     same = [] if setup.settings.policy == "chain" else setup.settings.policy_settings.split()
     alone = choices[min(choices, key=int)].all
     then = f", or {follow_up('export', run, f'export.num_speculative_tokens={AUTO}')}"
     then = then if alone.speculate and not same else ""
-    console.print(f"next: {follow_up('evaluate', run, *same, auto)}{then}")
+    console.print(f"next: {follow_up('evaluate', run, *same, *auto)}{then}")

@@ -54,7 +54,7 @@ STARTED_FROM = ("model", "trainer", "drafter")
 # Keys that name a folder, where ~ is the user's own.
 FOLDERS = {"dir", "converter", "measured", "run"}
 # Keys that name a file or folder, which those who read it expand.
-FILES = {"path", "out", "prompts", "init_from", "cache_dir", "python", "vllm_python"}
+FILES = {"path", "adapter", "out", "prompts", "init_from", "cache_dir", "python", "vllm_python"}
 # Names that other programs use for a key of ours.
 ELSEWHERE = {
     "batch_size": ["hardware.micro_batch", "trainer.tokens_per_step"],
@@ -223,7 +223,7 @@ def typed(config: DictConfig, schema: type[Config]) -> Config:
 
     ValueError in one line names section.key, what must hold and what was got.
     """
-    return _typed(revealed(OmegaConf.to_container(config)), schema)
+    return _typed(as_plain(config), schema)
 
 
 def _typed(plain: dict[str, dict[str, Any]], schema: type[Config]) -> Config:
@@ -234,10 +234,15 @@ def _typed(plain: dict[str, dict[str, Any]], schema: type[Config]) -> Config:
     return schema(**built)
 
 
+def as_plain(config: DictConfig) -> dict[str, dict[str, Any]]:
+    """Return a composed configuration as plain dicts."""
+    found: dict[str, dict[str, Any]] = revealed(OmegaConf.to_container(config))
+    return found
+
+
 def printed(config: DictConfig) -> str:
     """Return a composed configuration as yaml."""
-    plain = revealed(OmegaConf.to_container(config))
-    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump(as_plain(config), sort_keys=False, allow_unicode=True))
 
 
 def load_choice(section: str, name: str) -> Any:

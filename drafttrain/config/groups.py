@@ -79,16 +79,22 @@ def safe(word: str) -> str:
 
 def told_target(model: Any) -> list[str]:
     """Return the overrides that name a target again, none where it is the default."""
+    adapter = [f"model.adapter={model.adapter}"] if model.adapter is not None else []
     if model.path is not None:  # named after its folder
-        return [safe(f"model.path={model.path}")]
+        return [safe(f"model.path={model.path}"), *adapter]
     if model.name not in choices("model"):
-        return [model.origin]
+        return [model.origin, *adapter]
     own = [f"model={model.name}"] if model.name != command_groups("train")["model"] else []
-    usual = content_of("model", model.name)
-    return own + [
-        f"model.{key}={value if isinstance(value, str) else spelled(value)}"
-        for key, value in vars(model).items()
-        if value != usual.get(key) and key != "shape"  # which only `plan` reads
+    return own + [word for word in changed_keys("model", model) if "model.shape=" not in word]
+
+
+def changed_keys(section: str, settings: Any) -> list[str]:
+    """Return the overrides that change a choice of a section into these settings."""
+    usual = content_of(section, settings.name)
+    return [
+        f"{section}.{key}={value if isinstance(value, str) else spelled(value)}"
+        for key, value in vars(settings).items()
+        if value != usual.get(key)
     ]
 
 

@@ -106,12 +106,12 @@ in vLLM. deepspeed= shards the drafter's optimizer, or puts it on the host.
 A run may be killed at any instant: on a CPU run.resume=true ends bit for bit where an undisturbed
 run ends. SIGTERM and SIGUSR1 save the current step. A damaged checkpoint is an error that names
 its file; run.skip_damaged=true takes the newest whole one. run.init_from=DIR starts from a
-run, or from a directory that engines serve, on new data or for a changed target; its report shows
-acceptance before and after.""",
+run, or from what engines serve (a directory, or owner/name of the Hub), on new data or for a
+changed target; its report shows acceptance before and after.""",
     "evaluate": """\
-drafter.path=DIR measures what others trained: drafters in the layouts of vLLM, speculators,
-SafeAILab and FasterDecoding, and any causal model of Transformers. It names what it recognised,
-and everything that does not fit, before decoding. drafter=ngram is prompt lookup;
+drafter.path=DIR (or owner/name of the Hub) measures what others trained: in the layouts of vLLM,
+speculators, SafeAILab and FasterDecoding, and any causal model of Transformers. It names what it
+recognised, and everything that does not fit, before decoding. drafter=ngram is prompt lookup;
 drafter=two_model drafter.path=DIR is any smaller model, of the same vocabulary or by token
 intersection. drafter=ensemble 'drafter.members=[outputs/a,ngram]' lets several draft one tree.
 

@@ -11,6 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from drafttrain.runtime.run_folder import is_repo
 from drafttrain.runtime.untrusted_input import shown
 
 # Commands that also take a drafter that no run has trained.
@@ -108,16 +109,17 @@ def with_target(command: str, parsed: list[Override]) -> list[Override]:
 
 
 def start_of(parsed: list[Override]) -> Path | None:
-    """Return the folder that `train` is to start from, None where none is given."""
+    """Return the folder, or the repository of the Hub, that `train` is to start from, or None."""
     given = [o.value() for o in parsed if o.key_or_group == "run.init_from"]
     if not given or given[-1] is None:
         return None
     folder = Path(str(given[-1])).expanduser()
-    if not os.path.isdir(folder):
+    if not (os.path.isdir(folder) or is_repo(str(given[-1]))):
         problem = "which is a file" if os.path.exists(folder) else "which does not exist"
         raise UsageError(
-            "run.init_from must be the folder of a run, or a directory with config.json and "
-            f"weights that a serving engine loads, got {shown(folder, 400)}, {problem}"
+            "run.init_from must be the folder of a run, or a directory or a repository of the Hub "
+            "(owner/name) with config.json and weights that a serving engine loads, got "
+            f"{shown(folder, 400)}, {problem}"
         )
     return folder
 

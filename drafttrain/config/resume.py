@@ -27,7 +27,8 @@ DECISIVE = {
 }
 # ... except these. The target's weights are compared by their fingerprint, wherever they are.
 HARMLESS = {
-    *("model.name", "model.path", "model.repo", "model.revision", "model.embedded", "model.shape"),
+    *("model.name", "model.path", "model.adapter", "model.repo", "model.revision"),
+    *("model.embedded", "model.shape"),
     *("data.name", "data.cache_dir", "data.preview"),
     *("drafter.name", "trainer.name", "optimizer.name"),
     *("features.name", "features.prefetch", "features.validate", "features.checksums"),

@@ -52,11 +52,17 @@ def changed_part(before: str, now: str) -> str:
             f"fingerprints {before[:16]} and {now[:16]} cannot be compared: one of them was made "
             "by an older version of drafttrain, or is of random weights"
         )
-    (config, _, weights), (new_config, _, new_weights) = before.partition("-"), now.partition("-")
-    changed = {"configuration": config != new_config, "weights": weights != new_weights}
-    parts = [part for part in changed if changed[part]]
-    verb = "differs" if parts == ["configuration"] else "differ"
-    return f"the {' and '.join(parts)} {verb}: fingerprint {before[:16]}, now {now[:16]}"
+    kinds = ("configuration", "weights", "adapter")
+    pairs = zip_longest(kinds, before.split("-", 2), now.split("-", 2))
+    parts = [str(kind) for kind, was, new in pairs if was != new]
+    verb = "differ" if len(parts) > 1 or parts == ["weights"] else "differs"
+    told = f"fingerprint {brief(before)}, now {brief(now)}"
+    return f"the {' and '.join(parts)} {verb}: {told}"
+
+
+def brief(fingerprint: str) -> str:
+    """Return a target's fingerprint as messages show it: the beginning of each of its parts."""
+    return "-".join([fingerprint[:16], *(part[:8] for part in fingerprint.split("-", 2)[2:])])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +68,14 @@ class Batches:
         in_order = np.stack([self.lengths, self.loss_lengths]).tobytes()
         self.lengths_digest = hashlib.sha256(in_order).hexdigest()[:16]
         self.epoch = self.step_in_epoch = 0
-        self.steps = self._plan()
+        self.steps = self._plan(0)
 
-    def _plan(self) -> list[np.ndarray]:
-        """Cut this epoch's permutation into steps: a sample goes where its middle token falls."""
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.samples))
+    def _plan(self, epoch: int) -> list[np.ndarray]:
+        """Cut an epoch's permutation into steps: a sample goes where its middle token falls.
+
+        Where samples are longer than a step, these are fewer than the tokens alone would make.
+        """
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.samples))
         lengths = self.lengths[order]
         total = int(lengths.sum())
         count = max(1, round(total / self.tokens_per_step))
@@ -80,13 +84,22 @@ class Batches:
         cuts = np.flatnonzero(np.diff(step_of)) + 1
         return np.split(order, cuts)
 
+    def num_steps(self, epochs: float) -> int:
+        """Return the optimizer steps, at least 1, that reading the samples `epochs` times takes."""
+        count = 0
+        for epoch in range(math.ceil(round(epochs, 6))):
+            steps = sum(bool(self.loss_lengths[chosen].any()) for chosen in self._plan(epoch))
+            # Rounded first: 1.1 * 10 is above 11 in binary.
+            count += math.ceil(round(min(1.0, epochs - epoch) * steps, 6))
+        return max(1, count)
+
     def next_group(self) -> StepGroup:
         """Return the next optimizer step."""
         trained = False
         while not trained:  # without a loss, momentum and decay alone would move the weights
             if self.step_in_epoch == len(self.steps):
                 self.epoch, self.step_in_epoch = self.epoch + 1, 0
-                self.steps = self._plan()
+                self.steps = self._plan(self.epoch)
             chosen = self.steps[self.step_in_epoch]
             self.step_in_epoch += 1
             trained = bool(self.loss_lengths[chosen].any())
@@ -129,7 +142,7 @@ class Batches:
                     " run"
                 )
         self.epoch, self.step_in_epoch = state["epoch"], state["step_in_epoch"]
-        self.steps = self._plan()
+        self.steps = self._plan(self.epoch)
         if self.step_in_epoch > len(self.steps):
             raise _lost(f"step_in_epoch must be at most {len(self.steps)}", self.step_in_epoch)
 

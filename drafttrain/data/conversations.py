@@ -15,6 +15,7 @@ from drafttrain.data.files import (
     usable_of,
 )
 from drafttrain.data.records import (
+    BESIDE_CONTENT,
     BESIDE_TURNS,
     CONTEXT,
     ROLES,
@@ -234,7 +235,7 @@ class HubConfig(ReadConfig):
             if missing := [name for name in names if name not in row]:
                 there = shown(", ".join(row))
                 raise ValueError(f"data.column: no column {', '.join(missing)} (there are {there})")
-            kept = {*BESIDE_TURNS, *SYSTEM, "history", *CONTEXT} - {*names}
+            kept = {*BESIDE_TURNS, *BESIDE_CONTENT, *SYSTEM, "history", *CONTEXT} - {*names}
             record = {key: row[key] for key in kept if key in row}
             if self.column:
                 record["text" if self.template == "none" else "messages"] = row[self.column]

@@ -233,13 +233,13 @@ def dataset_records(
     if place.is_dir():
         require_regular((file for file in place.rglob("*") if not file.is_dir()), key)
     try:
+        source = str(place) if place.exists() else repo
         if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
             rows: Any = datasets.load_from_disk(str(place))  # what `save_to_disk` wrote
             rows = rows[split] if isinstance(rows, dict) else rows
-        elif place.is_dir() and (local := _parquet_files(place, subset, split, options)):
-            rows = (row for file in local for _, row in file_records(file, key))
+        elif downloaded := _parquet_files(source, subset, split, revision, **options):
+            rows = (row for file in downloaded for _, row in file_records(file, key))
         else:
-            source = str(place) if place.exists() else repo
             rows = datasets.load_dataset(source, subset, split=split, revision=revision, **options)
         for number, row in enumerate(rows):
             yield f"{repo}:{split}[{number}]", row
@@ -252,14 +252,22 @@ def dataset_records(
         ) from error
 
 
-def _parquet_files(folder: Path, subset: str | None, split: str, options: Any) -> list[Path]:
-    """Return the files of a local split if all are parquet: `datasets` would expand them whole."""
+def _parquet_files(
+    source: str, subset: str | None, split: str, revision: str | None, **options: Any
+) -> list[Path]:
+    """Return the files of a split, downloaded, if all are parquet: `datasets` has no bounds.
+
+    A part of a split ("train[:100]") and a stream are left to `datasets`.
+    """
     import datasets
 
-    told = options.get("data_files")
-    config = datasets.load_dataset_builder(str(folder), subset, data_files=told).config
-    files = [Path(str(file)) for file in (config.data_files or {}).get(split, ())]
-    return files if all(file.suffix == ".parquet" for file in files) else []
+    if options.pop("streaming", False):
+        return []
+    builder = datasets.load_dataset_builder(source, subset, revision=revision, **options)
+    files = [str(file) for file in (builder.config.data_files or {}).get(split, ())]
+    if not all(file.endswith(".parquet") for file in files):
+        return []
+    return list(map(Path, datasets.DownloadManager().download(files)))
 
 
 def usable_of(

@@ -16,7 +16,12 @@ ROLES = {
 UNKNOWN_ROLE = "unknown role (data.roles={NAME: user, assistant or system} maps a name)"
 # What a turn or a record may hold besides its text: a chat template writes it, `render` does not.
 BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-BESIDE_TURNS = ("tools", "functions")
+BESIDE_TURNS = ("tools", "functions", "documents")
+UNTRAINED = ("train", "training", "loss")  # false: as axolotl and ms-swift mark a turn
+TOKENS = (
+    "a row of tokens (input_ids with loss_mask or labels), which are not read: give its turns "
+    "(messages), or its text with data.template=none"
+)
 # Rows of instructions, as Alpaca, Dolly, OpenOrca and TRL spell them.
 QUESTIONS = ("prompt", "instruction", "question")
 ANSWERS = ("completion", "response", "output", "answer")
@@ -81,6 +86,8 @@ def object_of(record: Any) -> dict[str, Any]:
     """Return a record as an object; Unusable if it is none."""
     if not isinstance(record, dict):
         raise Unusable("not an object", type(record).__name__)
+    if "input_ids" in record and not any(record.get(key) for key in (*TURNS, *QUESTIONS, "text")):
+        raise Unusable(TOKENS)
     return record
 
 
@@ -118,10 +125,10 @@ def turns_of(record: Any, *keys: str, answered: bool = False) -> list[Any]:
     if key is None:
         if "text" in record:
             raise Unusable("text without turns, which needs data.template=none")
-        if "input_ids" in record:
-            raise Unusable("tokens (input_ids), where text is needed")
         raise Unusable(f"without {', '.join(keys[:-1])} or {keys[-1]}", f"has {', '.join(record)}")
     refuse("a record", record, (*BESIDE_TURNS, *(("history",) if key in QUESTIONS else ())))
+    if answered and key in QUESTIONS:
+        refuse("a record", record, BESIDE_CONTENT)
     turns = record[key]
     if key in QUESTIONS:
         turns = _with_context(turns, [record.get(name) for name in CONTEXT])
@@ -179,7 +186,8 @@ def message_of(turn: Any, place: int, rewritten: bool = False, roles: Roles = RO
     weight = turn.get("weight")  # of OpenAI's fine-tuning format; null where a table has the column
     if weight not in (None, 0, 1):
         raise Unusable("a weight that is neither 0 nor 1", f"turn {place}: {str(weight)[:40]}")
-    return Message(roles[role], content, weight != 0 and turn.get("train") is not False)
+    untrained = weight == 0 or any(turn.get(key) in (False,) for key in UNTRAINED)
+    return Message(roles[role], content, not untrained)
 
 
 def refuse(what: str, mapping: dict[str, Any], keys: tuple[str, ...], place: str = "") -> None:

@@ -56,6 +56,8 @@ from drafttrain.drafters.shared.publications import About, Published
 from drafttrain.runtime.settings import Settings
 from drafttrain.target.pretrained.config import ModelConfig
 
+LOOKUP = "ngram"  # decoded beside every drafter: an entry of conf/drafter, a method of a report
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(Settings):
@@ -370,3 +372,11 @@ class JoinedConfig(DrafterConfig):
     def join(self, spec: TargetSpec, members: Sequence[Drafter]) -> Drafter:
         """Return the drafter of these members; ValueError if they cannot draft together."""
         raise NotImplementedError(f"{type(self).__name__} must define join(spec, members)")
+
+
+def beside_every(draft_model: str | None) -> dict[str, dict[str, Any]]:
+    """Return entries of conf/drafter, and the settings changed in each.
+
+    draft_model: a smaller language model, None for none.
+    """
+    return {LOOKUP: {}} | ({"two_model": {"path": draft_model}} if draft_model else {})

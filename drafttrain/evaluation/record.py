@@ -30,7 +30,7 @@ def settings_of(config: Any, subject: Mapping[str, str]) -> dict[str, Any]:
     for field in fields(config):
         for key, value in asdict(getattr(config, field.name)).items():
             if key in ONLY.get(field.name, (key,)) and key not in ASKED:
-                found[f"{field.name}.{key}"] = value
+                found[f"{field.name}.{key}"] = absolute(f"{field.name}.{key}", value)
     return json.loads(json.dumps(found))  # as it will be read back
 
 

@@ -260,7 +260,7 @@ def about_speculation(plan: ServingPlan) -> Iterator[str]:
         )
     last = plan.serving[-1]
     cycle = (last.draft_s + last.verify_s) / last.plain_s
-    if last.speedup < 1:
+    if last.predicted_speedup < 1:
         yield (
             f"At {last.batch} requests a cycle takes {cycle:.2f} plain steps: chains of "
             f"{plan.depth} need an acceptance length above that to pay."

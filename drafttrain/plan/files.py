@@ -93,7 +93,7 @@ def _cost(cost: Cost) -> dict[str, Any]:
     memory = cost.memory
     return {
         "deepspeed": memory.sharding.name,
-        "target": memory.placement,
+        "target_placement": memory.placement,
         "bytes": {**memory.parts, "total": memory.total},
         "host_bytes": memory.on_host,
         "fits": memory.fits,

@@ -1,6 +1,6 @@
 """Memory per accelerator while training, by component, for every way to shard."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -136,11 +136,13 @@ def place(job: Job, sharding: Sharding, placement: str) -> Memory:
     return memory_of(job, sharding, job.placement.kind if placement == "auto" else placement)
 
 
-def refuse_unless_fitting(job: Job, sharding: Sharding, placement: str, plan: str) -> None:
+def refuse_unless_fitting(
+    job: Job, sharding: Sharding, placement: str, plan: Callable[[], str]
+) -> None:
     """Raise ValueError where training needs more memory than there is, even at the lowest estimate.
 
     A device map that is asked for may use the disk, slowly; one that auto chooses has the host.
-    plan: the command that shows what fits.
+    plan: returns the command that shows what fits.
     """
     asked = place(job, sharding, placement)
     enough = asked.spilled <= asked.host_room or placement == "device_map"
@@ -164,7 +166,7 @@ def refuse_unless_fitting(job: Job, sharding: Sharding, placement: str, plan: st
         if mapped.least <= mapped.limit and mapped.spilled <= mapped.host_room:
             text += "; hardware.target_placement=device_map fits, in one process, and is slower"
     raise ValueError(
-        f"{text}; `{plan}` shows what fits; hardware.check_fit=false tries all the same"
+        f"{text}; `{plan()}` shows what fits; hardware.check_fit=false tries all the same"
     )
 
 

@@ -108,9 +108,9 @@ def tiles(plan: Plan) -> list[Tile]:
 def _fastest(plan: ServingPlan) -> tuple[float, int]:
     """Return the best predicted speedup at the smallest batch, and its depth."""
     first = plan.serving[0]
-    if first.best_depth and first.best_speedup > first.speedup:
-        return first.best_speedup, first.best_depth
-    return first.speedup, plan.depth
+    if first.best_depth and first.best_predicted_speedup > first.predicted_speedup:
+        return first.best_predicted_speedup, first.best_depth
+    return first.predicted_speedup, plan.depth
 
 
 def _acceptance(plan: ServingPlan) -> str:
@@ -195,7 +195,7 @@ def what(plan: ServingPlan) -> Table:
 
 def _price(plan: ServingPlan) -> tuple[str, str]:
     """Return the price of a million tokens at full load, and after how long training is repaid."""
-    full, gain = plan.full, plan.full.best_speedup
+    full, gain = plan.full, plan.full.best_predicted_speedup
     each = plan.host.spread * plan.job.price_per_hour  # an hour
     plain = each / 3600 * full.plain_s / full.batch * 1e6
     if not full.best_depth:
@@ -318,9 +318,9 @@ def serving(plan: ServingPlan) -> Table:
             str(row.batch),
             *(seconds(part) for part in (row.plain_s, row.draft_s, row.verify_s)),
             row.bound,
-            f"{row.speedup:.2f}x",
+            f"{row.predicted_speedup:.2f}x",
             str(row.best_depth) if row.best_depth else "none",
-            f"{row.best_speedup:.2f}x",
+            f"{row.best_predicted_speedup:.2f}x",
         ]
         for row in plan.serving
     ]
@@ -329,7 +329,7 @@ def serving(plan: ServingPlan) -> Table:
         f"Serving on {_machines(plan)}: does speculation pay?",
         f"Acceptance length {round(plan.serving[0].acceptance_length, 2)}, {host.context:,} tokens "
         f"of context; the memory holds the caches of {fitting(host):,} requests.",
-        ["requests", "plain step", "draft", "verify", "waits for", "speedup", "best depth", "then"],
+        ["requests", "plain", "draft", "verify", "waits for", "predicted", "best depth", "then"],
         rows,
         [],
     )

@@ -23,9 +23,9 @@ class Serving:
     verify_s: float
     bound: str  # what verification waits for: memory or arithmetic
     acceptance_length: float
-    speedup: float  # at the depth that was asked for
+    predicted_speedup: float  # at the depth that was asked for
     best_depth: int  # 0: do not speculate
-    best_speedup: float
+    best_predicted_speedup: float
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,9 @@ def serve(host: Host, batch: int, depth: int, rate: float, length: float | None)
         verify_s=verify,
         bound=bound,
         acceptance_length=accepted(rate, length, depth, depth),
-        speedup=speedup(depth),
+        predicted_speedup=speedup(depth),
         best_depth=best if pays else 0,
-        best_speedup=speedup(best) if pays else 1.0,
+        best_predicted_speedup=speedup(best) if pays else 1.0,
     )
 
 

@@ -1,9 +1,10 @@
 """Time, energy and money of a run by the roofline: arithmetic, memory traffic, collectives."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drafttrain.plan.job import Job
 from drafttrain.plan.memory import Memory
+from drafttrain.training.engine.optimizer import balanced
 
 LAYER_OPERATIONS = 40  # of the target's forward pass: a Llama's, in Transformers
 HOST_LINK = 64e9  # bytes per second from the host to a GPU: PCIe 5.0 x16, its specified peak
@@ -43,6 +44,7 @@ def cost(job: Job, found: Memory, stored: bool = False) -> Cost:
 
     stored: features come from the disk, and a target in memory is there for validation only.
     """
+    job = replace(job, muon=job.muon and found.sharding.stage is None)  # DeepSpeed has AdamW alone
     speed = throughput(job, found.placement, stored or found.placement == "stored")
     hours = job.trained_tokens / speed.tokens_per_s / 3600
     # Accelerators wait for each other, and are paid while they do.
@@ -91,10 +93,16 @@ def throughput(job: Job, placement: str, stored: bool) -> Throughput:
     bound = max(waits, key=lambda name: waits[name])
     # AdamW reads weight, gradient and both moments and writes all but the gradient: 28 bytes.
     update = 28 * job.parts.num_trained / bandwidth
-    if job.muon:  # on every rank; its products are in bfloat16
-        update += job.parts.muon_flops / (chip.flops["bfloat16"] * chip.efficiency)
+    sent = 2 * job.parts.num_trained  # numbers of the gradients' all-reduce
+    if job.muon:  # each rank its share of the matrices, by products in bfloat16
+        flops = job.parts.muon_flops
+        shares = [0.0] * ranks
+        for rank, each_flops in zip(balanced(flops, ranks), flops, strict=True):
+            shares[rank] += each_flops
+        update += max(shares) / (chip.flops["bfloat16"] * chip.efficiency)
+        sent += job.parts.num_muon
     if ranks > 1:
-        update += 2 * 4 * job.parts.num_trained * (ranks - 1) / ranks / link
+        update += 4 * sent * (ranks - 1) / ranks / link
     drafting = load.tokens_per_step / ranks * drafter_flops / speed
     drafting = max(drafting, times * step.operations * chip.launch_s)
     return Throughput(

@@ -129,7 +129,7 @@ class DrafterCost:
     step: Callable[[bool], Step] = untrained  # recomputing layers' activations or not
     num_trained: int = 0
     num_muon: int = 0  # of the trained, those that Muon would update
-    muon_flops: float = 0.0  # of its update
+    muon_flops: tuple[float, ...] = ()  # of its update, by matrix
     num_kept: int = 0  # numbers of the target's matrices that it has copies of, as buffers
     largest: int = 0  # weights of its largest tensor
     captures: tuple[int, ...] = ()
@@ -324,7 +324,7 @@ def trace(
         num_parameters=sum(sizes),
         num_trained=sum(p.numel() for p in trainable),
         num_muon=sum(p.numel() for p in by_muon),
-        muon_flops=sum(newton_schulz_flops(*p.shape) for p in by_muon),
+        muon_flops=tuple(newton_schulz_flops(*p.shape) for p in by_muon),
         num_kept=sum(b.numel() for b in drafter.buffers() if b.dim() > 1),
         largest=max(sizes),
         captures=drafter.captures,

@@ -1,5 +1,6 @@
 """The one bootstrap: intervals of statistics of whole prompts, and of their paired differences."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -41,12 +42,9 @@ def interval(
     num_prompts = data.shape[1]
     if num_prompts < FEWEST_PROMPTS:
         return None
-    rng = np.random.default_rng(resampling.seed)
     value, error = _with_error(statistic, data, np.ones((1, num_prompts)))
     off = []
-    for start in range(0, resampling.resamples, MOST_DRAWN):
-        size = min(MOST_DRAWN, resampling.resamples - start)
-        drawn = rng.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=size)
+    for drawn in _drawn(resampling, num_prompts):
         values, errors = _with_error(statistic, data, drawn.astype(np.float64))
         with np.errstate(invalid="ignore", divide="ignore"):
             off.append((values - value) / errors)
@@ -56,6 +54,19 @@ def interval(
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(every, [tail, 1 - tail]) if every.size else (0.0, 0.0)
     return [max(least, float(value[0] - high * error[0])), float(value[0] - low * error[0])]
+
+
+@functools.lru_cache(maxsize=2)  # a report has many statistics of the same prompts
+def _drawn(resampling: Resampling, num_prompts: int) -> list[np.ndarray]:
+    """Return how often each prompt is in each resample (resamples x prompts), some at a time."""
+    rng = np.random.default_rng(resampling.seed)
+    shares = np.full(num_prompts, 1 / num_prompts)
+    sizes = [
+        min(MOST_DRAWN, resampling.resamples - start)
+        for start in range(0, resampling.resamples, MOST_DRAWN)
+    ]
+    smallest = np.min_scalar_type(num_prompts)
+    return [rng.multinomial(num_prompts, shares, size=size).astype(smallest) for size in sizes]
 
 
 def _with_error(

@@ -6,7 +6,7 @@ from typing import Any
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
-from drafttrain.drafters.references import LOOKUP
+from drafttrain.drafters.base import LOOKUP
 from drafttrain.drafters.shared.publications import Published
 from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.config import VerdictSettings

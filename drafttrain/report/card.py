@@ -23,7 +23,7 @@ MADE_BY = "Made with drafttrain."
 TARGET, DRAFTER = "TARGET", "DRAFTER"
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 # Keys of settings and records that concern one machine only, and are left out of a card.
-PLACES = re.compile("command|checkpoint|examples|paths?|(cache_)?dir|files|init_from")
+PLACES = re.compile("command|checkpoint|examples|paths?|(cache_)?dir|files|init_from|adapter")
 A_PLACE = re.compile(r"(^|[\s=:'\"(\[,])(~?/[\w.]|~$|\.\.?/|[A-Za-z]:\\|[A-Za-z][\w+.-]*://)")
 
 
@@ -51,8 +51,10 @@ def served_as(model: ModelConfig) -> str:
     """Return a target's name in serve commands: its directory, or its repository on the Hub.
 
     The directory is that of this machine, wherever the command is given. A target with random
-    weights has neither; then its own name is used.
+    weights has neither; then its own name is used. One with an adapter has no directory yet.
     """
+    if model.adapter is not None:
+        return TARGET
     if model.path:
         return os.path.abspath(os.path.expanduser(model.path))
     return str(EMBEDDED) if model.embedded else model.repo or model.name

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from drafttrain.core.types import brief
 from drafttrain.report.comparison import ComparedMethod, ComparedRun, Comparison
 from drafttrain.report.document import Document, Listing, flagged, notes
 from drafttrain.report.metrics import Spread
@@ -74,7 +75,7 @@ def conditions_line(comparison: Comparison) -> str:
     )
     return (
         f"{prompts.statement}, in {len(prompts.tasks)} tasks of {told['eval.prompts']}; "
-        f"{sampling}; target fingerprint {str(told['target fingerprint'])[:16]}"
+        f"{sampling}; target fingerprint {brief(str(told['target fingerprint']))}"
     )
 
 

@@ -82,12 +82,12 @@ def answer_times(
     for one in first_blocks(results):
         answers.setdefault((one.task, one.prompt_id, one.turn), {})[one.method] = one
     bins: dict[int, list[tuple[PromptResult, PromptResult]]] = {}  # by the longest; 0: all
-    for each in sorted(answers.values(), key=lambda each: len(each[PLAIN].tokens)):
+    for each in answers.values():  # in the order of the summary, whose interval is the same
         most = 1 << max(len(each[PLAIN].tokens) - 1, SHORTEST_ANSWER - 1).bit_length()
         for key in (0, most):
             bins.setdefault(key, []).append((each[PLAIN], each[drafter]))
     found = []
-    for most, pairs in bins.items():
+    for most, pairs in sorted(bins.items()):
         prompts: dict[tuple[str, str], np.ndarray] = {}  # the columns of SPEEDUP
         waits = np.array([[times.waits(one) for one in pair] for pair in pairs])
         for (plain, mine), (before, after) in zip(pairs, waits, strict=True):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations, takewhile
 from typing import Any
 
+from drafttrain.core.types import brief
 from drafttrain.report.metrics import Columns
 from drafttrain.report.pairs import Measured
 from drafttrain.report.phrases import things
@@ -75,10 +76,8 @@ def check_comparable(runs: Sequence[RunReport]) -> None:
             got["eval.prompts"] = wanted["eval.prompts"]
         for key in wanted:
             if wanted[key] != got[key]:
-                one, two = (
-                    "none" if value is None else str(value)[: 16 if "fingerprint" in key else None]
-                    for value in (wanted[key], got[key])
-                )
+                pair = [str("none" if one is None else one) for one in (wanted[key], got[key])]
+                one, two = map(brief, pair) if "fingerprint" in key else pair
                 raise ValueError(
                     f"runs must have the same {key} to be compared, but {run.folder} has {one} "
                     f"and {other.folder} has {two}; evaluate both in the same way, or compare them "

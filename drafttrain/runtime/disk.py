@@ -280,7 +280,7 @@ def sha256_of(path: Path) -> str:
 
 def no_link(path: str, flags: int) -> int:
     """Open a file but no link, which in another's folder may lead anywhere; an opener of open()."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # a pipe may have no reader
 
 
 def _cut_torn_line(path: Path) -> int:

@@ -3,11 +3,12 @@
 import atexit
 import json
 import os
-import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ STEP_TIMEOUT = timedelta(minutes=10)
 # Barriers and messages wait while rank 0 works alone (validation, saving, writing conversations).
 # They use gloo, which notices at once when the other side has died.
 MESSAGE_TIMEOUT = timedelta(hours=24)
-LATE_S = 15.0  # until a rank says that it waits for the others to start
+LATE_S, POLL_S = 15.0, 0.05  # until a rank names those that are late; between two looks at them
 BUCKET = 25 << 20  # bytes that are summed together, as in torch's DistributedDataParallel
 
 
@@ -110,11 +111,12 @@ class Ranks:
         for rank, theirs in enumerate(others, start=1):
             for name in main | theirs:
                 on_main, on_rank = main.get(name), theirs.get(name)
-                if on_main != on_rank:
+                if json.dumps(on_main, sort_keys=True) != json.dumps(on_rank, sort_keys=True):
+                    # Not as Python compares, for which 1, 1.0 and True are equal, and NaN is not.
                     raise ValueError(
-                        f"{name} must be the same on every rank, got {shown(on_main)} on rank 0 "
-                        f"and {shown(on_rank)} on rank {rank}; start every rank with the same "
-                        "command, the same versions of the packages and the same files"
+                        f"{shown(name)} must be the same on every rank, got {shown(on_main)} on "
+                        f"rank 0 and {shown(on_rank)} on rank {rank}; start every rank with the "
+                        "same command, the same versions of the packages and the same files"
                     )
 
     def broadcast_tensors(self, tensors: list[Tensor] | None) -> list[Tensor]:
@@ -146,23 +148,21 @@ class Ranks:
             raise ValueError(told)
         return found
 
-    def broadcast_in_place(self, tensors: list[Tensor]) -> None:
-        """Overwrite `tensors`, which lie on `device`, with those of rank 0."""
-        if self.world_size > 1:
-            with self._naming_the_loss():
-                for tensor in tensors:
-                    dist.broadcast(tensor, src=0)
+    def broadcast_in_place(self, tensors: list[Tensor], source: int = 0) -> None:
+        """Overwrite `tensors`, which lie on `device`, with those of one rank."""
+        self._in_buckets(tensors, partial(dist.broadcast, src=source))
 
     def sum_in_place(self, tensors: list[Tensor]) -> None:
-        """Overwrite `tensors`, which lie on `device`, with their sums over ranks.
+        """Overwrite `tensors`, which lie on `device`, with their sums over ranks."""
+        self._in_buckets(tensors, dist.all_reduce)
 
-        Small ones are summed together, in buckets: each collective has a cost of its own.
-        """
+    def _in_buckets(self, tensors: list[Tensor], collective: Callable[..., Any]) -> None:
+        """Run a collective in place; small tensors share one, for each has a cost of its own."""
         if self.world_size == 1:
             return
         with self._naming_the_loss():
             buckets = [(bucket, _flat(bucket)) for bucket in _buckets(tensors)]
-            work = [dist.all_reduce(flat, async_op=True) for _, flat in buckets]
+            work = [collective(flat, async_op=True) for _, flat in buckets]
             for handle, (bucket, flat) in zip(work, buckets, strict=True):
                 assert handle is not None
                 handle.wait()
@@ -294,38 +294,60 @@ def _join(device: str) -> Ranks:
         torch.cuda.set_device(place)
     if world_size == 1:
         return Ranks(rank, local_rank, world_size, place)
-    store = None
-    if is_ours():  # else torch's own, at MASTER_ADDR
-        store = dist.FileStore(os.environ[STORE], world_size)
-        store.set_timeout(STEP_TIMEOUT)
-    backend = BACKENDS[place.type]
-    with _telling_of_a_wait(f"rank {rank} of {world_size}", local_rank == 0):
+    store, backend = _store_of_all(rank, world_size, local_rank == 0), BACKENDS[place.type]
+    try:
         dist.init_process_group(
             backend, timeout=STEP_TIMEOUT, store=store, rank=rank, world_size=world_size
         )
         atexit.register(_leave)
         messages = dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)
+    except RuntimeError as error:
+        problem = str(error).splitlines()[0]
+        raise LostRankError(f"rank {rank} of {world_size} cannot join: {problem}") from error
     return Ranks(rank, local_rank, world_size, place, messages)
 
 
-@contextmanager
-def _telling_of_a_wait(name: str, aloud: bool) -> Iterator[None]:
-    """Say on standard error when the other ranks are late, and raise LostRankError without them."""
-    address, port = (os.environ.get(key) for key in ("MASTER_ADDR", "MASTER_PORT"))
-    here = (
-        f"{name} waits for the others; each must be started, with the same WORLD_SIZE, "
-        f"MASTER_ADDR={address} and MASTER_PORT={port}"
-    )
-    timer = threading.Timer(LATE_S, say_error, [here])
-    timer.daemon = True
-    if aloud:
-        timer.start()
-    try:
-        yield
-    except RuntimeError as error:
-        raise LostRankError(f"{here} ({str(error).splitlines()[0]})") from error
-    finally:
-        timer.cancel()
+def _store_of_all(rank: int, world_size: int, aloud: bool) -> dist.Store:
+    """Return the store by which the ranks meet, once each has left its number there.
+
+    Where some are late, `aloud` says so on standard error. LostRankError where they never come.
+    """
+    place = " and ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
+    begun, store, missing = time.monotonic(), None, list(range(world_size))
+    while True:
+        try:
+            store = store or _store(rank, world_size)
+            store.set(str(rank), "here")
+            missing = [other for other in missing if not store.check([str(other)])]
+        except RuntimeError as error:
+            if rank == 0:
+                cause = str(error).splitlines()[0]
+                raise LostRankError(f"rank 0 cannot open {place}: {cause}") from error
+            store = None  # rank 0, which opens it, is not there
+        if store and not missing:
+            store.set_timeout(STEP_TIMEOUT)
+            return store
+        absent, waited = ", ".join(map(str, missing)) if store else "0", time.monotonic() - begun
+        here = (
+            f"rank {rank} of {world_size} waits for rank {shown(absent)}; each must be started, "
+            f"with the same WORLD_SIZE, {place}"
+        )
+        if waited > STEP_TIMEOUT.total_seconds():
+            raise LostRankError(here)
+        if waited > LATE_S and aloud:
+            say_error(here)
+            aloud = False
+        time.sleep(POLL_S)
+
+
+def _store(rank: int, world_size: int) -> dist.Store:
+    if is_ours():
+        return dist.FileStore(os.environ[STORE], world_size)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has
+    late = timedelta(seconds=LATE_S)
+    store = dist.TCPStore(address, port, None, opens, late, False, multi_tenant=True)
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def _leave() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -35,9 +36,11 @@ LOG = "train.log"
 METRICS_FILE = "metrics.jsonl"
 # The settings that name a file or a folder: recorded so that they hold wherever they are read.
 PATHS = frozenset(
-    {"model.path", "data.path", "data.cache_dir", "drafter.path", "drafter.members", "store.dir"}
-    | {"features.dir", "run.init_from", "eval.prompts", "eval.vllm_python", "vllm.python"}
+    {"model.path", "model.adapter", "data.path", "data.cache_dir", "drafter.path", "store.dir"}
+    | {"drafter.members", "features.dir", "run.init_from", "eval.prompts", "eval.vllm_python"}
+    | {"vllm.python", "data.repo", "eval.dataset", "eval.two_model"}  # or on the Hub, or the PATH
 )
+REPO = re.compile(r"[\w-][\w.-]{,95}/[\w-][\w.-]{,95}", re.ASCII)  # of the Hub: owner/name
 WITHIN = "${run.dir}/"  # begins a path below the run folder, which may be moved or copied
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "datasets", "peft", "deepspeed", "wandb"),
@@ -86,6 +89,11 @@ def absolute(key: str, value: Any) -> Any:
     if key not in PATHS:
         return value
     return _each(lambda path: os.path.abspath(path) if os.path.lexists(path) else path, value)
+
+
+def is_repo(path: str) -> bool:
+    """Return whether a path names a repository of the Hub, and nothing in a folder that is here."""
+    return bool(REPO.fullmatch(path)) and not (Path(path).exists() or Path(path).parent.is_dir())
 
 
 def _each(change: Callable[[str], str], value: Any) -> Any:

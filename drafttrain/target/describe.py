@@ -9,6 +9,7 @@ from torch import nn
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import TargetSpec
 from drafttrain.runtime.untrusted_input import shown
+from drafttrain.target.pretrained.adapter import check_adapter
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.limits import final_norm_of, limits_of, rope_theta_of
 from drafttrain.target.pretrained.models import (
@@ -43,10 +44,12 @@ def describe(config: ModelConfig, model_config: Any, generation: Any, tokenizer:
     """Return the TargetSpec of a Transformers configuration.
 
     `eos_token_ids` joins those of all three sources: in chat models they differ, and each ends an
-    answer. ValueError if the model cannot be a target, or lacks a size that drafters need.
+    answer. ValueError if the model cannot be a target, lacks a size that drafters need, or is not
+    the one that model.adapter is for.
     """
     text = model_config.get_text_config(decoder=True)
     limits = limits_of(config, model_config)
+    check_adapter(config, model_config)
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     sizes = {name: _needed(config, text, name) for name in needed}
     heads = sizes["num_attention_heads"]

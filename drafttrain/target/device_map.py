@@ -27,11 +27,10 @@ def load_spread(
     fit on none are read from their files each time they run. The readout is on `device`. ValueError
     for weights that do not fit the configuration, or cannot be spread.
     """
-    if isinstance(config, RandomModelConfig) or config.inflate is not None:
-        what = "drawn" if isinstance(config, RandomModelConfig) else "inflated"
+    if isinstance(config, RandomModelConfig):
         raise ValueError(
-            "hardware.target_placement=device_map spreads weights as they are read, and those of"
-            f" model={config.name} are {what}; use hardware.target_placement=device"
+            f"hardware.target_placement=device_map reads weights, and model={config.name} draws"
+            " them; use hardware.target_placement=device"
         )
     model_config, tokenizer, spec = open_target(config)
     quantized = getattr(model_config, "quantization_config", None) is not None

@@ -61,11 +61,14 @@ def placement_of(
     One device if the weights take at most 70 % of its `free` bytes, else partitioned over the
     ranks (quantised weights cannot be), else spread. The plan, the check before training and
     loading all ask this function. settings: Transformers' own configuration of the target.
+    ValueError where the files are read as they are, and the target is changed when it is loaded.
     """
+    if asked not in ("auto", "device"):
+        config.require_null(f"hardware.target_placement={asked}", "inflate", "adapter")
     if asked not in CHOSEN:
         return Placement(asked, "set by hardware.target_placement")
     if not can_be_spread(config):
-        return Placement("device", "random or inflated weights allow no other placement")
+        return Placement("device", "random, inflated or adapted weights allow no other")
     told = f"{filesize.decimal(int(size))} of weights, {filesize.decimal(int(free))} of free memory"
     if size <= TARGET_SHARE * free:
         return Placement("device", told)
@@ -77,8 +80,9 @@ def placement_of(
 
 
 def can_be_spread(config: ModelConfig) -> bool:
-    """Whether a target may lie on more than one device: random or inflated weights may not."""
-    return not isinstance(config, RandomModelConfig) and config.inflate is None
+    """Whether a target may lie on more than one device: weights that are changed may not."""
+    drawn = isinstance(config, RandomModelConfig)
+    return not drawn and config.inflate is None and config.adapter is None
 
 
 def load_placed(

@@ -1,5 +1,6 @@
 """A target in a vLLM engine: the engine gives hidden states, embedding and head are loaded here."""
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -104,7 +105,7 @@ class ServedTarget:
         for state, (token, theirs) in zip(states, firsts, strict=True):
             last = state[-1, captures.index(self.spec.num_layers)].to(self.device, self.dtype)
             logits = self.readout.logits(self.norm(last[None]))[0].float()
-            ours = logits.log_softmax(-1)[token].item()
+            ours = logits.log_softmax(-1)[token].item() if token < len(logits) else -math.inf
             if not abs(ours - theirs) <= share * max(1.0, logits.abs().max().item()):
                 what = f"gives token {token} the log-probability {theirs:.4f}"
                 raise self._disagreement(what, ours)

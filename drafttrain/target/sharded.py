@@ -117,11 +117,6 @@ def refuse_unless_shardable(config: ModelConfig, model_config: Any, ranks: Ranks
             f"partitions plain weights, got {got} (model={config.name}); {instead} or device_map,"
             " or set model.quantization=null"
         )
-    elif config.inflate is not None:
-        problem = (
-            f"partitions weights as they are read, got model.inflate={config.inflate}; {instead},"
-            " or set model.inflate=null"
-        )
     elif isinstance(config, RandomModelConfig):
         problem = (
             f"reads weights tensor by tensor, and model={config.name} draws its weights at random;"

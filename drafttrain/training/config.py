@@ -1,6 +1,7 @@
 """The settings of the training loop."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,10 +77,17 @@ class TrainerConfig(Settings):
         """Whether any size is still to be chosen from the data."""
         return any(getattr(self, key) == AUTO for key in SIZES)
 
-    def sized(self, num_tokens: int, hidden_size: int, rate: float) -> "TrainerConfig":
+    def sized(
+        self,
+        num_tokens: int,
+        num_steps: Callable[[int, float], int],
+        hidden_size: int,
+        rate: float,
+    ) -> "TrainerConfig":
         """Return these settings with a number for every size that is `auto`.
 
-        num_tokens: of the data, which is read `epochs` times. hidden_size: the target's width, by
+        num_tokens: of the data, which is read `epochs` times. num_steps: returns the steps that
+        this takes, from the tokens of a step and the epochs. hidden_size: the target's width, by
         which the rate falls, as for updates of equal effect (Yang et al., 2022, arXiv:2203.03466).
         rate: that of the drafter at the width of the embedded target; narrower ones gained nothing
         from a higher one.
@@ -96,9 +104,7 @@ class TrainerConfig(Settings):
         step = TOKENS_PER_STEP * (trained / TOKENS) ** GROWTH
         step = min(max(2 ** round(math.log2(step)), SMALLEST_STEP), LARGEST_STEP)
         step = own("tokens_per_step", step)
-        an_epoch = max(1, round(num_tokens / step))  # as `Batches` cuts it
-        # Rounded first: 1.1 * 10 is above 11 in binary.
-        steps = own("max_steps", max(1, math.ceil(round(self.epochs * an_epoch, 6))))
+        steps = self.max_steps if self.max_steps != AUTO else num_steps(step, self.epochs)
         rate *= min(1.0, WIDTH / hidden_size) * min(1.0, (STEPS / steps) ** 0.5)
         return replace(
             self,

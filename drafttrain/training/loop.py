@@ -85,9 +85,9 @@ def resumed(
     if state.fingerprint != spec.fingerprint:
         raise ValueError(
             f"a resumed run must have the target of its checkpoint, got {spec.name}, of which "
-            f"{changed_part(state.fingerprint, spec.fingerprint)}; point model.path at the old "
-            "one, or start another run from this one's weights by run.name=ANOTHER_NAME "
-            f"run.init_from={checkpoints.folder.parent}"
+            f"{changed_part(state.fingerprint, spec.fingerprint)}; point model.path (and "
+            "model.adapter) at the old one, or start another run from this one's weights by "
+            f"run.name=ANOTHER_NAME run.init_from={checkpoints.folder.parent}"
         )
     batches.load_state_dict(state.data)
     if before["dtype"] != now["dtype"]:

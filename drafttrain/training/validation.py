@@ -54,8 +54,7 @@ class Validation:
                 f"leaves room for {max_new_tokens} new tokens in the {positions} positions of "
                 f"{who}; raise data.holdout or lower trainer.validation_tokens"
             )
-        # Acceptance lengths compare only where all of these are the same. Definition 1 counted a
-        # bonus token for drafts that the end of the text cut.
+        # Acceptance lengths compare only where all of these are the same.
         self.yardstick = {"depth": self.depth, "prompts": num_prompts, "tokens": max_new_tokens}
         self.rows: list[tuple[int, Counters]] = []
 

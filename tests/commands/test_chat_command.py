@@ -121,7 +121,7 @@ def test_a_conversation_in_a_terminal(begin: Callable[..., Session]) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_then_the_command(begin: Callable[..., Session]) -> None:
-    told = ["model.inflate=200M", "chat.max_new_tokens=400", "hardware.dtype=bfloat16"]
+    told = ["model.inflate=100M", "chat.max_new_tokens=400", "hardware.dtype=bfloat16"]
     session = begin(*told, NO_COLOR="1")
     session.until("> ")
     session.type("Tell me a long story about a dog and a cat.\n")

@@ -427,3 +427,15 @@ def test_a_run_is_no_place_for_stored_features(
     assert cli.main(["capture", f"store.dir={tmp_path}"]) == 2
     assert f"a folder of its own, got {tmp_path}, which holds a run" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_an_ascii_locale_is_no_obstacle_to_paths_in_utf_8(tmp_path: Path) -> None:
+    place = tmp_path / "données_日本.jsonl"
+    command = [sys.executable, "-m", "drafttrain", "train", "data=jsonl", f"data.path={place}"]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(
+        [*command, f"run.dir={tmp_path / 'essai_é'}"],
+        env=environment, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert str(place) in done.stderr.decode()

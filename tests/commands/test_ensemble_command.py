@@ -81,7 +81,8 @@ def test_an_ensemble_is_certified_beside_plain_decoding(
     notes = "\n".join(report["notes"])
     assert f"member {place / 'two'}: step-000002" in notes
     # The folder of an evaluation is told once more by its name alone.
-    assert main(["evaluate", f"run.dir={tmp_path / 'new'}", *SHORT, "eval.name=again"]) == 0
+    again = [f"run.dir={tmp_path / 'new'}", f"eval.prompts={place / 'prompts.jsonl'}"]
+    assert main(["evaluate", *again, *SHORT, "eval.name=again"]) == 0
 
 
 def test_members_of_every_origin_stand_beside_each_other(place: Path, tmp_path: Path) -> None:

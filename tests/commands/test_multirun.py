@@ -1,6 +1,7 @@
 """--multirun: jobs one after the other, a record of them, and the same command taken up again."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a sweep whose two jobs have failed."""
+    folder = tmp_path_factory.mktemp("swept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("PYTHONPATH", PYTHONPATH)
+        assert main(FAILING) == 1
+    return folder / "sweep"
+
+
+@pytest.fixture
+def again(here: Path, swept: Path) -> Path:
+    """A folder in which the sweep of FAILING was run before."""
+    shutil.copytree(swept, here / "sweep")
+    return here
 
 
 def record(folder: Path) -> list[dict[str, Any]]:
@@ -51,43 +70,37 @@ def test_a_job_that_fails_is_named_and_the_rest_is_done(
     assert (here / "sweep" / "logs" / "lr_fast.log").read_text().startswith("error: ")
 
 
-def test_what_is_done_is_not_done_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(FAILING)
-    lines = record(here / "sweep")
+def test_what_is_done_is_not_done_again(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = record(again / "sweep")
     lines[0] |= {"result": "done", "status": 0, "last_line": "best checkpoint: x"}
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (here / "sweep" / "jobs.jsonl").write_text(text)
-    capsys.readouterr()
+    (again / "sweep" / "jobs.jsonl").write_text(text)
     assert main(FAILING) == 1
     said = capsys.readouterr()
     assert "lr_fast  trainer.lr=fast  done before: best checkpoint: x\n" in said.out
     assert "next: python -m drafttrain evaluate --multirun run.dir=sweep/lr_fast\n" in said.out
     assert said.err.startswith("error: 1 of 2 jobs failed: lr_-1;")
     # A job that is told otherwise is another.
-    log = (here / "sweep" / "logs" / "lr_-1.log").read_text()
+    log = (again / "sweep" / "logs" / "lr_-1.log").read_text()
     assert log.count("error: trainer.lr must be") == 2
     assert main([*FAILING, "trainer.max_steps=3"]) == 1
     assert "done before" not in capsys.readouterr().out
 
 
-def test_a_record_that_was_cut_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(FAILING)
-    with (here / "sweep" / "jobs.jsonl").open("a") as file:
+def test_a_record_that_was_cut_is_refused(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (again / "sweep" / "jobs.jsonl").open("a") as file:
         file.write('{"name": "x"')
-    capsys.readouterr()
     assert main(FAILING) == 2
     said = capsys.readouterr().err
     assert "sweep/jobs.jsonl must be whole lines of JSON, got a cut one at its end" in said
 
 
 def test_what_is_to_compare_is_printed_after_the_last(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    again: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(FAILING)
-    lines = [line | {"result": "done", "status": 0} for line in record(here / "sweep")]
+    lines = [line | {"result": "done", "status": 0} for line in record(again / "sweep")]
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (here / "sweep" / "jobs.jsonl").write_text(text)
-    capsys.readouterr()
+    (again / "sweep" / "jobs.jsonl").write_text(text)
     assert main(FAILING) == 0
     said = capsys.readouterr().out.splitlines()
     both = "sweep/lr_fast,sweep/lr_-1"

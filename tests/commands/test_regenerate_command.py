@@ -34,7 +34,7 @@ from drafttrain.runtime.signals import Stopped, StopRequest
 from drafttrain.target.answers import endpoint as endpoint_module
 from drafttrain.target.answers.answers_file import Answers, regenerate
 from drafttrain.target.answers.config import RegenerateSettings
-from drafttrain.target.answers.dialogue import AnsweredConversation, Dialogue, Outcome
+from drafttrain.target.answers.dialogue import AnsweredConversation, Dialogue, Failure, Outcome
 from drafttrain.target.answers.endpoint import by_endpoint, served_by
 from drafttrain.target.answers.local import by_transformers, take_tokens
 from drafttrain.target.model import Target
@@ -218,6 +218,15 @@ def test_the_token_that_ends_an_answer_is_no_part_of_its_text(
         assert dialogue.outcome.messages[1]["content"] == text
         assert dialogue.outcome.answers[0]["finished"] is finished
         assert dialogue.outcome.answers[0]["tokens"] == tokens
+
+
+def test_an_answer_with_a_token_beyond_the_vocabulary_is_counted_not_kept(
+    target: Target, tmp_path: Path
+) -> None:
+    dialogue = Dialogue(asked_of(tmp_path)[0], keep_answers=False)
+    take_tokens(dialogue, [1, target.spec.vocab_size], target.spec, target.tokenizer)
+    assert isinstance(dialogue.outcome, Failure)
+    assert dialogue.outcome.reason.startswith("answered with a token beyond the ")
 
 
 def test_the_file_is_read_as_conversations(target: Target, tmp_path: Path) -> None:

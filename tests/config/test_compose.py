@@ -6,8 +6,11 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
+import hydra
 import pytest
 import yaml
+from composed import ComposedOnce
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from pairs import dealt
 from paths import ROOT
@@ -121,6 +124,30 @@ def test_what_a_choice_sets_is_what_hydra_composes(name: str) -> None:
     given = {text.partition("=")[0].removeprefix("drafter.") for text in told}
     expected = content_of("drafter", name)
     assert all(composed[key] == value for key, value in expected.items() if key not in given)
+
+
+def test_tests_compose_what_hydra_composes(tmp_path: Path) -> None:
+    """The quick composition of tests/conftest.py beside what it stands for."""
+    quick = hydra.compose
+    assert isinstance(quick, ComposedOnce)
+    dicts = ["data.template_kwargs=null", "data.template_kwargs={a: 1}"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        for head, told in (
+            ("train", []),
+            ("train", ["drafter=medusa", "trainer.lr=${oc.env:HOME}", "run.dir=x"]),
+            ("train", ["trainer.max_steps=7", "+experiment=demo", *dicts]),
+            ("plan", ["drafter=dflash", "hardware=h100x8", "drafter.layers=[1, 2]"]),
+            ("evaluate_without_run", ["drafter=ngram", "eval.depth=3"]),
+        ):
+            once, whole = quick(head, told), quick.compose(head, told)
+            assert OmegaConf.to_yaml(once) == OmegaConf.to_yaml(whole)
+            assert OmegaConf.is_struct(once) == OmegaConf.is_struct(whole)
+        with pytest.raises(HydraException, match=r"Could not override 'trainer\.none'"):
+            quick("train", ["trainer.none=1"])
+    for length in (77, 78):  # a run that was trained anew has another config.yaml
+        told = [f"run.dir={tmp_path}", f"data.max_length={length}"]
+        write_config(typed(compose("train", told), TrainConfig), tmp_path / "config.yaml")
+        assert compose("evaluate", [f"run.dir={tmp_path}"]).data.max_length == length
 
 
 def class_of(group: str, target: str | None) -> type:
@@ -417,7 +444,7 @@ def test_a_run_whose_config_is_broken_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must hold the sections of a run"):
         load_config(tmp_path)
     (tmp_path / "config.yaml").write_text("run: {}")
-    with pytest.raises(ValueError, match="has no section"):
+    with pytest.raises(ValueError, match=r"must have run\.allow_changes, but another version wrot"):
         compose("evaluate", [f"run.dir={tmp_path}"])
 
 
@@ -467,7 +494,7 @@ def test_a_rate_or_a_length_that_changes_nothing_is_refused_and_a_repeated_one_i
         assert compose("train", given).drafter.lr == 0.01
     told = [f"run.dir={tmp_path}", "drafter.lr=0.01", "trainer.epochs=2"]
     config = typed(compose("train", [*told, "trainer=auto"]), TrainConfig)
-    sized = config.trainer.sized(100_000, 64, config.drafter.lr)  # type: ignore[attr-defined]
+    sized = config.trainer.sized(100_000, lambda *_: 300, 64, config.drafter.lr)  # type: ignore[attr-defined]
     write_config(replace(config, trainer=sized), tmp_path / "config.yaml")
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
     assert compose("train", [*told, "run.resume=true"]).trainer.max_steps == sized.max_steps

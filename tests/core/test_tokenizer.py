@@ -1,9 +1,11 @@
 """Whatever a tokenizer.json says, its tokens are bounded, and its failure is one line."""
 
 import ast
+import base64
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +78,67 @@ def test_one_module_alone_calls_the_tokenizer() -> None:
     methods = re.compile(r"(tokenizer|own)\.(encode|decode|batch_decode)$")
     uses = {m for m, n in nodes if isinstance(n, ast.Attribute) and methods.search(ast.unparse(n))}
     assert calls | uses == {"core.tokenizer"}
+
+
+def charsmap(replacement: str) -> str:
+    return base64.b64encode(bytes(4) + replacement.encode() + b"\0").decode()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "a long charsmap": {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap("b" * 100_000)}
+    },
+    "a regex in decoding": {
+        "decoder": {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "b"}
+    },
+    "a long added token": {"added_tokens": [{"id": 0, "content": "b" * 100_000, "special": True}]},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_part_of_a_tokenizer_may_make_too_much_of_a_token(
+    name: str, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json: .* must") as error:
+        target(tiny_target_dir, tmp_path, OTHERS[name])
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("key", ["normalizer", "model", "added_tokens"])
+@pytest.mark.parametrize("value", [5, "b", [[]], {"vocab": 5}, {"vocab": [[]]}])
+def test_what_is_no_tokenizer_is_refused_in_a_line(
+    key: str, value: Any, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="the tokenizer cannot be loaded") as error:
+        target(tiny_target_dir, tmp_path, {key: value})
+    assert str(error.value).isprintable()
+
+
+def test_a_long_token_of_the_vocabulary_is_refused(tiny_target_dir: Path, tmp_path: Path) -> None:
+    model = json.loads((tiny_target_dir / "tokenizer.json").read_text())["model"]
+    model["vocab"]["b" * 100_000] = len(model["vocab"])
+    with pytest.raises(ValueError, match="a text of its model must be of at most 4000"):
+        target(tiny_target_dir, tmp_path, {"model": model})
+
+
+def test_a_slow_tokenizer_is_given_up(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Split that stays just below the limit of its library, at every third character."""
+    slow = HELPLESS | {"pattern": {"Regex": "(a|aa)+$"}}
+    tokenizer = target(tiny_target_dir, tmp_path, {"pre_tokenizer": slow})
+    monkeypatch.setattr("drafttrain.core.tokenizer.SECONDS", 0.5)
+    started = time.monotonic()
+    for _ in range(2):  # the second is refused at once
+        with pytest.raises(ValueError, match=r"must read 10,000 characters a second, and was not"):
+            token_ids(tokenizer, ("a" * 27 + "b") * 1000)
+    assert time.monotonic() - started < 10
+    assert token_ids(load_tokenizer(model_config(tiny_target_dir)), "Hi there")
+
+
+def test_what_the_tokenizer_raises_is_raised_to_its_caller() -> None:
+    def tokenizer(texts: list[str], **_: Any) -> dict[str, Any]:
+        raise KeyError(texts[0])
+
+    with pytest.raises(KeyError, match="abc"):
+        encoded(tokenizer, ["abc"])

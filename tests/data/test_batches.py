@@ -1,5 +1,6 @@
 """An optimizer step is the same conversations however it is cut into micro batches and ranks."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -227,3 +228,18 @@ def test_no_long_row_needs_a_mask(lengths: list[int], micro_batch: int, world_si
             assert attention_mask(batch) is None
             real = (batch.document >= 0).sum()
             assert real == 0 or real >= 0.8 * rows * length, "at most a fifth is padding"
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 2.5, 0.4, 1e-9])
+@pytest.mark.parametrize("lengths", [[12_096] * 7, [2000, *[3] * 40, 900, 900], [50] * 30])
+def test_the_steps_of_epochs_are_those_that_are_taken(lengths: list[int], epochs: float) -> None:
+    """A conversation longer than a step fills it alone: 7 of 12,096 tokens are 7 steps, not 331."""
+    chosen = [sample(index, length) for index, length in enumerate(lengths)]
+    chosen[1] = sample(1, lengths[1], trained_from=lengths[1])  # no token of it is trained
+    batches, taken = Batches(chosen, 256, 4, seed=0), Counter[int]()
+    while batches.epoch < 3:
+        batches.next_group()
+        taken[batches.epoch] += 1
+    whole = int(epochs)
+    part = math.ceil(round((epochs - whole) * taken[whole], 6))
+    assert batches.num_steps(epochs) == max(1, part + sum(taken[epoch] for epoch in range(whole)))

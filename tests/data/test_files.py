@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -133,3 +134,31 @@ def test_a_directory_with_something_else_than_files_is_refused_and_it_is_named(
             read(jsonl(str(path)))
     with pytest.raises(ValueError, match=r"data\.repo must name regular files, got .*b\.jsonl"):
         read(hub(repo=str(tmp_path)))
+
+
+def test_parquet_of_the_hub_is_read_within_the_same_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    address = "hf://datasets/someone/something@0123/train.parquet"
+    path = bomb(tmp_path / "downloaded")
+
+    def builder(repo: str, *_: Any, **__: Any) -> Any:
+        config = SimpleNamespace(data_files={"train": [address]})
+        return SimpleNamespace(config=config)
+
+    def download(_: Any, names: list[str]) -> list[str]:
+        assert names == [address]
+        return [path]
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(datasets.DownloadManager, "download", download)
+    report = read(replace(hub(column="text"), template="none"))[1]
+    assert "expands to more than 1,000 times its size" in " ".join(report.lines())
+
+
+def test_parquet_files_that_are_named_are_read_within_the_same_bounds(tmp_path: Path) -> None:
+    config = hub(repo="parquet", files=bomb(tmp_path / "a.parquet"), column="text")
+    report = read(replace(config, template="none"))[1]
+    assert "expands to more than 1,000 times its size" in " ".join(report.lines())

@@ -9,7 +9,7 @@ from test_conversations import GOOD, hub, jsonl, write
 from drafttrain.data.conversations import GREETING, Conversation, read
 from drafttrain.data.evaluation_prompts import read_prompts
 from drafttrain.data.prompts_to_answer import read_asked
-from drafttrain.data.records import UNKNOWN_ROLE, Message
+from drafttrain.data.records import TOKENS, UNKNOWN_ROLE, Message, messages_of
 from drafttrain.data.skips import NothingUsable
 
 ASKED = {"role": "user", "content": "Sum\n1 2"}
@@ -122,3 +122,39 @@ def test_the_names_of_speakers_can_be_mapped(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.roles must map .* got vicuna=bot"):
         jsonl(path, roles={"vicuna": "bot"})
     assert "data.roles" in UNKNOWN_ROLE
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"input_ids": [1, 2], "labels": [-100, 2]}, TOKENS),
+        ({"input_ids": [1, 2], "loss_mask": [0, 1], "messages": None}, TOKENS),
+        ({"question": "Hi", "reasoning": "Hm.", "answer": "Yes."}, "a record with reasoning"),
+        ({**GOOD, "documents": [{"text": "x"}]}, "a record with documents"),
+    ],
+)
+def test_what_would_be_trained_without_a_part_is_skipped_by_name(
+    record: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    _, report = read(jsonl(write(tmp_path / "a.jsonl", GOOD, record)))
+    (found,) = report.counts
+    assert found.startswith(reason)
+
+
+def test_rows_of_tokens_are_named_without_a_template_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "Hi"}, {"input_ids": [1], "labels": [1]})
+    _, report = read(jsonl(path, template="none"))
+    assert list(report.counts) == [TOKENS]
+    both = {**GOOD, "input_ids": [1], "labels": [1]}  # a data set that keeps both
+    assert len(read(jsonl(write(tmp_path / "b.jsonl", both)))[0]) == 1
+
+
+def test_old_reasoning_does_not_keep_a_question_from_being_asked_again(tmp_path: Path) -> None:
+    row = {"question": "Hi", "reasoning": "Hm.", "answer": "Yes."}
+    assert asked(write(tmp_path / "a.jsonl", row)) == [(Message("user", "Hi"),)]
+
+
+@pytest.mark.parametrize("key", ["train", "training", "loss"])
+def test_an_answer_that_is_marked_untrained_is_context(key: str) -> None:
+    turns = [QUESTION, {**ANSWER, key: False}, QUESTION, {**ANSWER, key: True}]
+    assert [turn.trained for turn in messages_of({"messages": turns})] == [True, False, True, True]

@@ -143,6 +143,7 @@ def test_between_prompts_only_what_is_new_is_looked_through_for_garbage(
 ) -> None:
     """What Python and its libraries hold takes half a second to look through."""
     monkeypatch.setattr("drafttrain.evaluation.measure.TRIES_AGAIN", 0)  # by whoever else is here
+    monkeypatch.setattr("drafttrain.evaluation.measure.gc", gc)  # not that of tests/conftest.py
     seen: list[int] = []
 
     def collected(phase: str, info: dict[str, int]) -> None:

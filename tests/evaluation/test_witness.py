@@ -147,6 +147,17 @@ def test_what_the_worker_says_becomes_seconds_and_counters(tmp_path: Path) -> No
     assert two.by_prompt is None
 
 
+def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    answer = [event(m, 1, [p], num_steps=1) for p in range(3) for m in ("plain", SPECULATIVE)]
+    for one in answer:
+        one["counters"] = counted(0, [])
+    answer[3]["tokens"] = [[7, 4096, 8]]
+    python = replay(tmp_path, whole(*answer))
+    with pytest.raises(ValueError, match=r"which has 4,096, got token 4,096; use another version"):
+        ask(python, tmp_path, batch_sizes=(1,), vocab_size=4096)
+    assert ask(python, tmp_path, batch_sizes=(1,), vocab_size=4097).at(1) is not None
+
+
 def test_the_request_says_all_that_the_worker_needs(tmp_path: Path) -> None:
     answer = [event(m, 1, [p], num_steps=1) for p in range(3) for m in ("plain", SPECULATIVE)]
     for one in answer:

@@ -56,7 +56,7 @@ PROMPT = [1, 3, 6, 20, 33, 41, 20, 7, 9]
 
 
 def admitted(folder: Path, target: Target, **changes: Any) -> Admitted:
-    settings: dict[str, Any] = {"layers": None, "allow_pickle": True} | changes
+    settings: dict[str, Any] = {"revision": None, "layers": None, "allow_pickle": True} | changes
     config = AdmittedConfig(name="theirs", path=str(folder), **settings)
     return admit(config, target.spec, target.tokenizer, drafter_config)
 
@@ -325,7 +325,9 @@ def test_a_causal_language_model_becomes_two_model(
     def choice(name: str) -> DrafterConfig:
         return StandIn(name=name, path="")
 
-    config = AdmittedConfig(name="x", path=str(tiny_target_dir), layers=None, allow_pickle=False)
+    config = AdmittedConfig(
+        name="x", path=str(tiny_target_dir), revision=None, layers=None, allow_pickle=False
+    )
     theirs = admit(config, target.spec, target.tokenizer, choice)
     assert built == [("x", str(tiny_target_dir), target.spec)]
     assert str(theirs.recognised) == (

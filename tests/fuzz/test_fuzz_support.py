@@ -27,6 +27,10 @@ def link_and_read(folder: Path) -> str:
     return (folder / "link").read_text()
 
 
+def remove_by_descriptor(folder: Path) -> None:
+    os.unlink(VICTIM, dir_fd=os.open(folder.parent, os.O_RDONLY))
+
+
 def refuse_in_two_lines(folder: Path) -> None:
     raise ValueError("first\nsecond")
 
@@ -44,6 +48,7 @@ BREACHES: dict[str, Callable[[Path], object]] = {
     "writes beside": lambda folder: (folder.parent / "new").write_text("x"),
     "writes elsewhere": lambda folder: Path("/tmp/over-the-fence").write_text("x"),
     "removes": lambda folder: outside(folder).unlink(),
+    "removes by descriptor": remove_by_descriptor,
     "renames": lambda folder: outside(folder).rename(folder / "x"),
     "runs": lambda folder: subprocess.run(["true"]),
     "shell": lambda folder: os.system("true"),

@@ -40,7 +40,9 @@ def test_a_pair_is_planned_by_the_draft_models_configuration_alone() -> None:
     row = plan.serving[0]
     assert row.draft_s == pytest.approx(4 * (one + fixed))
     length = accepted(0.75, None, 4, 4)
-    assert row.speedup == pytest.approx(length * row.plain_s / (row.draft_s + row.verify_s))
+    assert row.predicted_speedup == pytest.approx(
+        length * row.plain_s / (row.draft_s + row.verify_s)
+    )
     assert headline(plan).startswith("Fits: target and drafter take 146 GiB of the 316 GiB of 4 x")
     rows = {cells[0]: cells[1:] for cells in texts(what(plan))}
     assert "serving the drafter" in rows
@@ -96,7 +98,7 @@ def test_a_plan_says_what_a_million_tokens_cost_and_when_training_is_paid_for() 
     plan = planned(*run)
     assert isinstance(plan, Plan)
     rows = {cells[0]: cells[1:] for cells in texts(what(plan))}
-    full, gain = plan.full, plan.full.best_speedup
+    full, gain = plan.full, plan.full.best_predicted_speedup
     assert full.batch == fitting(plan.host)
     assert gain > 1
     plain = 1e6 / (full.batch / full.plain_s) / 3600 * 4 * 2

@@ -2,20 +2,23 @@
 
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from drafttrain.__main__ import main
 from drafttrain.commands.setup import plan as planning
 from drafttrain.commands.setup.plan import foresee, plan_of
 from drafttrain.commands.train import intentions
 from drafttrain.config.compose import compose, load_choice, typed
-from drafttrain.config.sections import TrainConfig
+from drafttrain.config.sections import EvaluateConfig, RegenerateConfig, TrainConfig, TuneConfig
 from drafttrain.plan.advice import Plan
 from drafttrain.plan.pages import components, headline, what
 from drafttrain.report.tables import texts
-from drafttrain.runtime.ranks import ALONE
+from drafttrain.runtime.ranks import ALONE, Ranks
+from drafttrain.runtime.run_folder import write_config
 from drafttrain.target import placement as placing
 from drafttrain.target.placement import Placement
 
@@ -107,6 +110,20 @@ def test_what_another_process_holds_of_a_gpu_is_not_planned_with(
         planned("model=llama8b")
 
 
+def test_a_gpu_without_bfloat16_is_planned_in_the_dtype_that_the_run_trains_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An 8B has 30 GiB in float32, of which 0.7 of 40 are too few, and 15 in bfloat16."""
+    given(monkeypatch, 1, memory=40)
+    assert planned("model=llama8b")[1].kind == "device"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    lines, placement = planned("model=llama8b")
+    assert placement.kind == "device_map"
+    assert "of features a token" in lines[0]
+    assert planned("model=llama8b", "hardware.train_dtype=bfloat16")[1].kind == "device"
+    assert planned("model=llama8b", "hardware.accelerator=h100")[1].kind == "device_map", "it runs"
+
+
 def test_the_plan_that_is_printed_is_the_placement_that_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -193,17 +210,85 @@ def test_an_engine_of_ours_spreads_the_target_over_the_gpus_that_hold_it(
     assert placing.engine_gpus("auto", config, torch.bfloat16, torch.device("cpu"), share) == 1
 
 
+@pytest.mark.parametrize("command", ["evaluate", "tune"])
+@pytest.mark.parametrize(
+    ("gpus", "left", "copied"),
+    [
+        (8, 79.1 - 16.4, True),  # 263 GiB of float32 beside 131 of bfloat16
+        (2, 79.1 - 55.4, False),
+        (1, 79.1 - 55.4, False),
+    ],
+)
+def test_what_follows_training_decodes_one_target_over_the_gpus_and_copies_what_fits(
+    command: str,
+    gpus: int,
+    left: float,
+    copied: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What train suggests next, and then: a 70B over all GPUs, in the dtype that is served.
+
+    The run recorded that its several ranks had partitioned the target.
+    """
+    from drafttrain.commands.setup import evaluation
+    from drafttrain.commands.setup import target_and_drafter as setup
+
+    given(monkeypatch, gpus)
+    monkeypatch.setattr(placing, "weight_bytes", lambda _, dtype: 70_553_706_496 * dtype.itemsize)
+    monkeypatch.setattr(placing, "load_model_config", planning.settings_of)
+    gpu, loaded, told = torch.device("cuda", 0), [], []
+
+    def load(_: object, dtype: torch.dtype, ranks: Ranks, placement: Placement) -> SimpleNamespace:
+        loaded.append((dtype, ranks.world_size, placement.kind))
+        return SimpleNamespace(
+            dtype=dtype, device=gpu, num_parameters=70_553_706_496, use_graphs=lambda: "no graphs"
+        )
+
+    monkeypatch.setattr(setup, "load_placed", load)
+    write_config(configured("hardware.target_placement=zero3"), tmp_path / "config.yaml")
+    schema = {"evaluate": EvaluateConfig, "tune": TuneConfig}[command]
+    config = typed(compose(command, [f"run.dir={tmp_path}"]), schema)
+    target, choice = setup.load_target_to_decode(config.model, config.hardware, gpu)
+    assert (choice.dtype, loaded) == (torch.bfloat16, [(torch.bfloat16, 1, "device_map")])
+    given(monkeypatch, gpus, memory=left)
+    exact = evaluation.in_float32(config, target, told.append)
+    assert (exact is not target) == copied
+    assert loaded[1:] == [(torch.float32, 1, "device_map")] * copied
+    if not copied:
+        assert "losslessness is checked in bfloat16" in told[0]
+
+
 def test_a_run_on_another_models_answers_says_how_to_get_the_targets_own() -> None:
     (line,) = [line for line in intentions(configured()) if "another's" in line]
     assert line.startswith(
         "  the answers of data=ultrachat are another's; training on the target's"
     )
     assert line.endswith(": python -m drafttrain regenerate data=ultrachat model=llama70b")
-    own = configured("data=hub", "data.repo=ada/chats")
-    assert any("regenerate data=hub data.repo=ada/chats" in line for line in intentions(own))
+    columns = (
+        "data.column=null",
+        "data.prompt_column=question",
+        "data.response_column=answer",
+        "data.limit=500",
+    )
+    own = configured("data=hub", "data.repo=ada/chats", *columns)
+    (line,) = [line for line in intentions(own) if "another's" in line]
+    words = shlex.split(line.partition("drafttrain regenerate ")[2])
+    assert {"data=hub", "data.repo=ada/chats", *columns} <= set(words), "it reads the same prompts"
+    assert typed(compose("regenerate", words), RegenerateConfig).data == own.data
     for data in ("data=selfgen", "data=jsonl data.path=own.jsonl"):
         config = configured(*data.split())
         assert not any("another's" in line for line in intentions(config)), data
+
+
+def test_a_capture_of_another_models_answers_says_so_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ["data=hub", "data.repo=ada/chats", "hardware=cpu", "hardware.threads=1"]
+    assert main(["capture", f"store.dir={tmp_path / 'store'}", *data]) == 2  # the Hub is far
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the answers of data=hub are another's" in said
+    assert "python -m drafttrain regenerate data=hub data.repo=ada/chats" in said
 
 
 def test_muon_is_planned_by_its_products_and_its_state() -> None:
@@ -214,9 +299,15 @@ def test_muon_is_planned_by_its_products_and_its_state() -> None:
         for more in ([], ["optimizer=adamw"])
     )
     parts = muon.job.parts
-    assert parts.muon_flops == pytest.approx(193e12, rel=0.01)
+    assert sum(parts.muon_flops) == pytest.approx(193e12, rel=0.01)
+    largest = 5 * (4 * 8192**2 * 28672 + 2 * 8192**3)  # each of the three gets a rank of its own
+    assert max(parts.muon_flops) == largest
     more = muon.chosen.speed.optimizer_s - adamw.chosen.speed.optimizer_s
-    assert more == pytest.approx(parts.muon_flops / (0.4 * 989.4e12))
+    chip = muon.job.chip
+    sent = 4 * parts.num_muon * 7 / 8 / (chip.interconnect * chip.bandwidth_efficiency)
+    assert more == pytest.approx(largest / (0.4 * 989.4e12) + sent)
+    zero = [other for other in muon.others if other.memory.sharding.stage is not None]
+    assert {other.speed.optimizer_s for other in zero} == {adamw.chosen.speed.optimizer_s}
     held = [plan.chosen.memory.parts["moments"] for plan in (adamw, muon)]
     assert held[0] - held[1] == 4 * parts.num_muon
     assert parts.num_muon == pytest.approx(parts.num_trained, rel=0.001)

@@ -43,6 +43,12 @@ def test_answers_are_timed_in_all_and_by_length() -> None:
     assert "Seconds per answer" in [getattr(block, "title", "") for block in document.rest]
 
 
+def test_the_speedup_of_all_answers_is_the_summarys_with_its_interval() -> None:
+    report = built(answers([40, 2, 17, 16, 32]))
+    assert report.summary.speedup.ci95
+    assert report.answer_times[0].speedup == report.summary.speedup.estimate
+
+
 def test_an_answer_of_a_batch_waits_for_the_whole_of_its_passes() -> None:
     """Two rows share a prefill of 0.4 s and a pass of 0.2 s, and each is charged its half."""
     one = measured("autoregressive", "a", tokens=(1, 2), seconds=(0.2, 0.0, 0.1, 0.0))

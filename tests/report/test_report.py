@@ -479,6 +479,7 @@ def test_a_batchs_times_are_told_to_be_a_rows_share(varied: dict[str, Any]):
     assert "per draft, bonus counted" in html(varied)
 
 
+@pytest.mark.usefixtures("plain_pictures")
 def test_a_busy_machine_is_told_and_is_no_error():
     timing = TimingInfo("float32", 1, 5, "cpu", others_cores=0.8, stolen=0.1, delayed=0.25)
     report = report_of(many_prompts(), timing=timing)
@@ -504,6 +505,7 @@ def test_two_prompts_have_no_interval_and_the_pages_say_so(tmp_path: Path):
     assert "too few prompts for an interval; predicted" in page
 
 
+@pytest.mark.usefixtures("plain_pictures")
 def test_every_page_names_the_depth_and_those_it_was_chosen_from(tmp_path: Path):
     settings: dict[str, Any] = {"drafter": "eagle3", "temperature": 0.0, "batch_size": 1}
     points = [
@@ -541,28 +543,29 @@ def test_an_adaptive_depth_is_a_maximum():
 
 
 def test_only_a_failed_check_is_red():
-    def looks(**changes: Any) -> dict[str, Any]:
-        first = report_document(built(many_prompts(), **changes)).first
-        return {block.look: block.items for block in first if isinstance(block, Listing)}
-
     lossy = LosslessCheck("typical", False, "float32", 1, 2, [], "")
     broken = LosslessCheck("greedy", True, "float32", 1, 2, [], "")
     check = Check("one-step distribution", False, 0.5, "1e-6", "0.5 apart", [])
     failed = certified([check], rule="greedy", lossless=True, dtype="float32", num_prompts=2)
-    assert not looks()["wrong"]
-    assert not looks()["flags"]
-    assert not looks(lossless=lossy)["wrong"]
-    assert looks(lossless=lossy)["flags"]
-    assert looks(lossless=broken)["wrong"]
-    ((_, told),) = looks(certificate=failed)["wrong"]
-    assert told == "NOT certified: one-step distribution failed"
-    tiles = {
-        kind: report_document(built(many_prompts(), **changes)).tiles[3].mood
+    documents = {
+        kind: report_document(built(many_prompts(), **changes))
         for kind, changes in {
             "exact": {}, "lossy": {"lossless": lossy}, "broken": {"lossless": broken},
             "failed": {"certificate": failed},
         }.items()
     }  # fmt: skip
+    looks = {
+        kind: {block.look: block.items for block in found.first if isinstance(block, Listing)}
+        for kind, found in documents.items()
+    }
+    assert not looks["exact"]["wrong"]
+    assert not looks["exact"]["flags"]
+    assert not looks["lossy"]["wrong"]
+    assert looks["lossy"]["flags"]
+    assert looks["broken"]["wrong"]
+    ((_, told),) = looks["failed"]["wrong"]
+    assert told == "NOT certified: one-step distribution failed"
+    tiles = {kind: found.tiles[3].mood for kind, found in documents.items()}
     assert tiles == {"exact": "good", "lossy": "fair", "broken": "bad", "failed": "bad"}
 
 
@@ -592,6 +595,7 @@ def test_names_from_outside_stay_text_on_every_page(tmp_path: Path):
     assert "\n# c" not in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.usefixtures("plain_pictures")
 def test_ordinary_ties_of_a_narrow_dtype_are_not_red():
     results = [
         replace(result, tokens=(99, *result.tokens[1:])) if result.method == "eagle3" else result
@@ -735,6 +739,7 @@ def numbers_in(tree: Any) -> list[float]:
     return [float(tree)] if isinstance(tree, int | float) else []
 
 
+@pytest.mark.usefixtures("plain_pictures")
 def test_every_number_in_the_tables_is_one_of_the_json(varied: dict[str, Any], tmp_path: Path):
     write_report(varied, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())

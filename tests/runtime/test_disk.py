@@ -104,3 +104,9 @@ def test_a_place_that_takes_no_file_is_found_by_trying(
     with pytest.raises(ValueError, match=r"run\.dir must lie where files can be written.*" + said):
         require_writable(folder, "run.dir")
     assert list(tmp_path.iterdir()) == [victim]
+
+
+def test_a_pipe_without_a_reader_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(DiskError, match=r"log could not be written: No such device"):
+        append_text(tmp_path / "log", "x\n")

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from drafttrain.config.compose import load_choice
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.launch import _how_to_resume, ranks_to_start, start
 from drafttrain.runtime.rank_process import LauncherError, adopt, is_consequence, speaks_first
+from drafttrain.runtime.signals import Stopped
 
 STARTED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
@@ -127,33 +127,24 @@ def test_the_first_rank_to_fail_speaks_for_all(
     assert speaks_first()
 
 
-STOPPED = """
-import sys
-from drafttrain.__main__ import main
-from drafttrain.commands import capture
-from drafttrain.runtime.signals import Stopped
-
-def stop(config):
-    raise Stopped("stopped by SIGTERM; the same command resumes")
-
-capture.capture = stop
-sys.exit(main(["capture", "store.dir=store"]))
-"""
-
-
-def test_of_ranks_that_are_asked_to_stop_the_first_one_says_so(tmp_path: Path) -> None:
+def test_of_ranks_that_are_asked_to_stop_the_first_one_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Rank 0 may be gone: a launcher of others ends the rest, and each has the same parent."""
-    ranks = STARTED | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+
+    def stop(config: Any) -> None:
+        raise Stopped("stopped by SIGTERM; the same command resumes")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("drafttrain.commands.capture.capture", stop)
     told = []
     for rank in ("2", "1"):
-        environment = os.environ | ranks | {"RANK": rank, "LOCAL_RANK": rank}
-        environment |= {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, "-c", STOPPED],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 143, done.stderr
-        told.append("the same command resumes" in done.stderr)
+        ranks = STARTED | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+        for key, value in (ranks | {"RANK": rank, "LOCAL_RANK": rank}).items():
+            monkeypatch.setenv(key, value)
+        assert cli.main(["capture", "store.dir=store"]) == 143
+        told.append("the same command resumes" in capfd.readouterr().err)
     assert told == [True, False]
 
 
@@ -279,17 +270,22 @@ while not pathlib.Path(f"there{1 - rank}").exists(): time.sleep(0.01)
     ],
 )
 def test_a_rank_that_dies_ends_all_and_its_error_is_said_once(
-    ranks: Any, code: str, exit_code: int, said: str
+    ranks: Any, code: str, exit_code: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if STAYS in code:
+        monkeypatch.setattr("drafttrain.runtime.launch.LOST_S", 0.5)
     got, text, seconds = ranks(code)
     assert re.fullmatch(said, text), text
     assert got == exit_code
-    assert seconds < 15, "3 s for the others to notice by themselves, and the start"
+    assert seconds < 15, "at most 3 s for the others to notice by themselves, and the start"
 
 
-def test_ranks_that_were_asked_to_end_by_a_scheduler_are_awaited(ranks: Any) -> None:
+def test_ranks_that_were_asked_to_end_by_a_scheduler_are_awaited(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each rank got the signal itself; one is done before the other, which is not cut short."""
-    code = "time.sleep(4 * rank); pathlib.Path(f'saved{rank}').touch(); os._exit(143)"
+    monkeypatch.setattr("drafttrain.runtime.launch.LOST_S", 0.5)
+    code = "time.sleep(1.5 * rank); pathlib.Path(f'saved{rank}').touch(); os._exit(143)"
     assert ranks(code)[:2] == (143, "")
     assert Path("saved1").exists()
 

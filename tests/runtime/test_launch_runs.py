@@ -214,7 +214,7 @@ def test_under_torchrun_the_error_of_one_rank_is_said_once_too(place: Path) -> N
     assert done.returncode == 1
     assert once("KeyError", done.stderr), done.stderr
     assert once("(?m)^error: ", done.stderr)
-    # The first rank builds the drafter twice: on the meta device for the plan, and then for training.
+    # The first rank builds the drafter twice: for the plan, and then for training.
     assert len(re.findall("a library talks", done.stdout)) == 2, done.stdout
 
 

@@ -69,8 +69,26 @@ def test_an_old_record_of_relative_paths_is_read_as_before(here: Path) -> None:
     assert "data.path" not in [one[0] for one in differences(composed(), saved)]
 
 
-def test_a_result_is_the_same_by_whatever_path_its_target_is_named(here: Path) -> None:
+def test_a_result_is_the_same_by_whatever_path_its_target_is_named(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (here / "report.json").touch()
     keep(here, settings_of(composed(), {}))
+    found = [f"model.path={here / 'target'}", "model.name=target", f"eval.prompts={here}/p.jsonl"]
+    monkeypatch.chdir(tmp_path)
+    elsewhere = composed(*found, f"features.dir={here / 'store'}", f"run.dir={here / 'run'}")
+    require_same(here, here / "report.json", settings_of(elsewhere, {}), False, "")
+    monkeypatch.chdir(here)
     again = settings_of(composed(f"model.path={here / 'target'}", "model.name=target"), {})
     require_same(here, here / "report.json", again, False, "")
+
+
+def test_what_may_be_on_the_hub_is_absolute_where_it_is_a_folder(here: Path) -> None:
+    (here / "rows").mkdir()
+    told = ["run.dir=run", "data=hub", "data.repo=rows", "eval.two_model=target"]
+    found = compose("train", [*told, "eval.dataset=ada/rows"])
+    write_config(typed(found, TrainConfig), Path("run/config.yaml"))
+    plain = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert plain["data"]["repo"] == str(here / "rows")
+    assert plain["eval"]["two_model"] == str(here / "target")
+    assert plain["eval"]["dataset"] == "ada/rows"

@@ -24,6 +24,7 @@ def model_config(folder: Path) -> ModelConfig:
     return ModelConfig(
         name="tiny_test",
         path=str(folder),
+        adapter=None,
         repo=None,
         revision=None,
         embedded=False,
@@ -72,4 +73,24 @@ def draft_model_dir(vocab_size: int, **changes: Any) -> str:
         model = LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **{**shape, **changes}))
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_adapter(base: Path, folder: Path, **changes: Any) -> Path:
+    """Save a LoRA adapter of random weights for a model, as PEFT does."""
+    import warnings
+
+    import peft
+    import torch
+    import transformers
+
+    told: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
+    with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = transformers.AutoModelForCausalLM.from_pretrained(base)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **told | changes)
+        adapted = peft.get_peft_model(model, config)
+        for weight in filter(lambda weight: weight.requires_grad, adapted.parameters()):
+            weight.data += 0.1 * torch.randn_like(weight)
+        adapted.save_pretrained(folder)
     return folder

@@ -108,6 +108,8 @@ STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork
           "socket.connect", "socket.bind", "pickle.find_class")  # fmt: skip
 CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.link",
            "os.symlink", "os.utime", "shutil.rmtree", "shutil.move", "shutil.copyfile")  # fmt: skip
+# Where the arguments of these events have descriptors of folders.
+DESCRIPTORS = {"os.rename": 2, "os.remove": 1, "os.rmdir": 1, "shutil.rmtree": 1, "os.mkdir": 2}
 
 
 EDITS = st.sampled_from(("replace", "replace", "replace", "remove", "wrap", "add"))
@@ -304,8 +306,13 @@ class Fence:
         if event in STARTS:
             raise OverTheFenceError(f"{event}{arguments!r}"[:500])
         if event in CHANGES or (event == "open" and _writes(arguments)):
-            for place in arguments[:2]:
-                if isinstance(place, str | bytes | os.PathLike) and not self._within(place):
+            for number, place in enumerate(arguments[:2]):
+                if not isinstance(place, str | bytes | os.PathLike):
+                    continue
+                for at in arguments[DESCRIPTORS.get(event, 9) + number :][:1]:
+                    if isinstance(at, int) and at >= 0:  # the folder that the path begins in
+                        place = os.path.join(f"/proc/self/fd/{at}", os.fsdecode(place))
+                if not self._within(place):
                     raise OverTheFenceError(f"{event}{arguments!r}"[:500])
         elif event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
             place = Path(os.path.realpath(os.fsdecode(arguments[0])))

@@ -267,16 +267,18 @@ def test_what_cannot_be_in_pieces_is_refused_by_name(tiny_target_dir: Path) -> N
             replace(config, quantization="torchao-int8"),
             "partitions plain weights, got torchao-int8",
         ),
-        (replace(config, inflate="1M"), "got model.inflate=1M"),
         (random_config(), "model=random draws its weights"),
     ):
         with pytest.raises(ValueError, match=message):
             refuse_unless_shardable(refused, settings, two)
     with pytest.raises(ValueError, match=r"over several ranks, got 1; use hardware\.target_pl"):
         load_placed(config, torch.float32, ALONE, Placement("zero3", ""))
-    for refused, what in ((random_config(), "drawn"), (replace(config, inflate="1M"), "inflated")):
-        with pytest.raises(ValueError, match=f"device_map spreads weights as .* are {what}"):
-            load_placed(refused, torch.float32, ALONE, Placement("device_map", ""))
+    with pytest.raises(ValueError, match="device_map reads weights, and model=random draws them"):
+        load_placed(random_config(), torch.float32, ALONE, Placement("device_map", ""))
+    for asked in ("zero3", "device_map", "vllm"):
+        said = rf"model\.inflate must be null for hardware\.target_placement={asked}, .*got 1M"
+        with pytest.raises(ValueError, match=said):
+            choose_placement(asked, replace(config, inflate="1M"), torch.float32, ALONE)
     assert choose_placement("auto", random_config(), torch.float32, ALONE).kind == "device"
 
 

@@ -27,6 +27,7 @@ def model_config(**changes: Any) -> ModelConfig:
     settings: dict[str, Any] = {
         "name": "mine",
         "path": None,
+        "adapter": None,
         "repo": None,
         "revision": None,
         "embedded": False,

@@ -30,7 +30,7 @@ from drafttrain.target.describe import open_target, read_out
 from drafttrain.target.model import load_target
 from drafttrain.target.pretrained.ends import directory, load_ends
 from drafttrain.target.pretrained.models import EMBEDDED, load_model_config
-from drafttrain.target.served import visible_name
+from drafttrain.target.served import ServedTarget, visible_name
 from drafttrain.target.vllm import worker
 from drafttrain.target.vllm.config import VllmConfig
 from drafttrain.target.vllm.engine import VllmEngine
@@ -109,7 +109,7 @@ def test_ends_are_found_under_another_prefix_and_checked(
 def test_what_runs_must_be_what_lies_on_the_disk(tiny_target_dir: Path) -> None:
     import dataclasses
 
-    with pytest.raises(ValueError, match=r"model\.inflate must be null where vLLM runs .*got 1M"):
+    with pytest.raises(ValueError, match=r"model\.inflate must be null for vLLM, .*got 1M"):
         directory(dataclasses.replace(model_config(tiny_target_dir), inflate="1M"))
     with pytest.raises(ValueError, match="model=random draws its weights, and vLLM loads those"):
         directory(load_choice("model", "random"))
@@ -263,3 +263,16 @@ def test_two_engines_fit_where_the_system_would_give_memory_back(
         memory = SimpleNamespace(available=gigabytes << 30)
         monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
         assert worker.fits_twice(request) is fit
+
+
+def test_a_token_that_the_target_does_not_have_is_another_model(tiny_target_dir: Path) -> None:
+    target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+
+    def read(prefixes: list[list[int]]) -> Any:
+        states = [torch.zeros(len(prefix), 1, target.spec.hidden_size) for prefix in prefixes]
+        return states, [(target.spec.vocab_size, -0.5)] * len(prefixes)
+
+    engine: Any = SimpleNamespace(captures=(target.spec.num_layers,), read=read)
+    served = ServedTarget(engine, target.final_norm, target.readout, target.spec, target.tokenizer)
+    with pytest.raises(ValueError, match="they must be the same model"):
+        served.check()

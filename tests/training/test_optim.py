@@ -1,6 +1,7 @@
 """The learning rate follows its formula, sizes follow the data, and only matrices decay."""
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -110,10 +111,14 @@ def auto(**changes: Any) -> TrainerConfig:
     return TrainerConfig(**{**content_of("trainer", "auto"), **changes})
 
 
+def even(tokens: int) -> Callable[[int, float], int]:
+    return lambda step, epochs: max(1, round(epochs * tokens / step))
+
+
 def test_sizes_follow_from_the_data_and_the_width() -> None:
     small, large = (
-        auto(epochs=1).sized(400_000, 384, 4e-3),
-        auto(epochs=2).sized(650_000_000, 4096, 4e-3),
+        auto(epochs=1).sized(400_000, even(400_000), 384, 4e-3),
+        auto(epochs=2).sized(650_000_000, even(650_000_000), 4096, 4e-3),
     )
     sizes = [(s.max_steps, s.tokens_per_step, s.lr, s.warmup_steps) for s in (small, large)]
     assert sizes == [(781, 512, 2.9e-3, 39), (19_836, 65_536, 5.3e-5, 992)]
@@ -123,13 +128,15 @@ def test_sizes_follow_from_the_data_and_the_width() -> None:
 
 
 def test_a_size_that_is_given_stays_and_the_others_follow_it() -> None:
-    given = auto(epochs=1, tokens_per_step=1000, lr=1e-5).sized(400_000, 384, 4e-3)
+    given = auto(epochs=1, tokens_per_step=1000, lr=1e-5).sized(400_000, even(400_000), 384, 4e-3)
     assert (given.max_steps, given.tokens_per_step, given.lr) == (400, 1000, 1e-5)
-    steps = auto(max_steps=100).sized(400_000, 768, 8e-3)
+    steps = auto(max_steps=100).sized(400_000, even(400_000), 768, 8e-3)
     assert (steps.max_steps, steps.warmup_steps, steps.lr) == (100, 5, 4e-3)
-    assert auto(epochs=1).sized(10, 384, 4e-3).max_steps == 1  # data of one sentence
-    assert auto(epochs=1).sized(100_000, 192, 4e-3).lr == 4e-3  # never above the drafter's own
-    assert auto(max_steps=1600).sized(400_000, 384, 4e-3).lr == 2e-3
+    assert auto(epochs=1).sized(10, even(10), 384, 4e-3).max_steps == 1  # data of one sentence
+    assert (
+        auto(epochs=1).sized(100_000, even(100_000), 192, 4e-3).lr == 4e-3
+    )  # never above the drafter's own
+    assert auto(max_steps=1600).sized(400_000, even(400_000), 384, 4e-3).lr == 2e-3
 
 
 @pytest.mark.parametrize(
@@ -153,10 +160,12 @@ def test_an_epoch_has_the_steps_that_the_batches_cut_it_into(
     tokens: int, an_epoch: int, epochs: float, steps: int
 ) -> None:
     trainer = auto(epochs=epochs, tokens_per_step=300)
-    assert trainer.sized(tokens, 384, 4e-3).max_steps == steps
     sample = Sample(torch.zeros(10, dtype=torch.long), torch.ones(10, dtype=torch.bool), 0)
     batches = Batches([sample] * (tokens // 10), 300, 4, seed=0)
-    assert len(batches.steps) == an_epoch
+    assert len(batches.steps) == batches.num_steps(1) == an_epoch
+    assert (
+        trainer.sized(tokens, lambda _, each: batches.num_steps(each), 384, 4e-3).max_steps == steps
+    )
 
 
 def test_a_warm_up_longer_than_the_run_names_the_rate_that_is_reached() -> None:

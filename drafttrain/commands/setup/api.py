@@ -33,15 +33,14 @@ from drafttrain.decode.autoregressive import autoregressive_passes
 from drafttrain.decode.loop import speculative_passes
 from drafttrain.decode.rows import check_room
 from drafttrain.decode.stream import Stream
-from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.references import LOOKUP
+from drafttrain.drafters.base import LOOKUP, Drafter
 from drafttrain.evaluation.config import FROM_TUNE, EvalConfig
 from drafttrain.evaluation.evaluate import evaluate_drafter
 from drafttrain.report.pages import write_report
 from drafttrain.report.results import Report
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, dtype_name
 from drafttrain.runtime.lock import hold
-from drafttrain.runtime.run_folder import CONFIG, provenance
+from drafttrain.runtime.run_folder import CONFIG, is_repo, provenance
 from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.untrusted_input import shown
@@ -99,8 +98,9 @@ def load_drafter(
 ) -> Drafter:
     """Load a drafter for a target, in float32 if the target is in float32.
 
-    drafter: the folder of a run (its best checkpoint is taken), a directory with a drafter that
-    others trained, or the name in conf/drafter of one that needs no training. config_dir: yaml of
+    drafter: the folder of a run (its best checkpoint is taken), a directory or a repository of the
+    Hub with a drafter that others trained, or the name in conf/drafter of one that needs no
+    training. config_dir: yaml of
     your own, laid out like conf/, where the run's drafter is your own. settings: keys of `drafter`.
     Where training changed the target's weights, `target` gets those, in place, and a line says so.
     """
@@ -108,7 +108,7 @@ def load_drafter(
     with own_choices(config_dir):
         if (folder / CONFIG).is_file():
             chosen = f"run.dir={spelled(folder)}"
-        elif folder.is_dir():
+        elif folder.is_dir() or is_repo(str(drafter)):
             chosen = f"drafter.path={spelled(folder)}"
         elif str(drafter) in choices("drafter"):
             chosen = f"drafter={drafter}"

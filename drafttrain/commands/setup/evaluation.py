@@ -32,8 +32,7 @@ from drafttrain.data.evaluation_prompts import (
 from drafttrain.data.suites import BUILTIN_PROMPTS
 from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import Policy
-from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.references import beside_every
+from drafttrain.drafters.base import Drafter, beside_every
 from drafttrain.evaluation.config import FROM_TUNE, EvalConfig, TunedEval
 from drafttrain.evaluation.evaluate import Parts, Setup
 from drafttrain.evaluation.measure import (

@@ -17,9 +17,11 @@ from drafttrain.commands.setup.target_and_drafter import (
     target_of,
 )
 from drafttrain.config.compose import load_choice
-from drafttrain.config.overrides import UsageError
+from drafttrain.config.groups import content_of
+from drafttrain.config.overrides import ADMITTED, UsageError
 from drafttrain.config.resume import check_resumed
 from drafttrain.config.sections import TrainConfig
+from drafttrain.config.values import build
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig, draft_vocab_size
 from drafttrain.formats.read.admit import AdmittedConfig, admit
@@ -90,9 +92,11 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> GivenDra
             )
         return given
 
-    source = AdmittedConfig(name=name, path=str(folder), layers=None, allow_pickle=False)
+    named = {"name": name, "path": str(folder)}
     if isinstance(given, AdmittedConfig):
         source = replace(given, path=str(folder))
+    else:
+        source = build("drafter", content_of("drafter", ADMITTED) | named)
     try:
         found = admit(source, spec, load_tokenizer(config.model), own, own_layouts())
     except ValueError as error:  # the directory was given under this name

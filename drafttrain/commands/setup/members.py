@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.config.groups import WITHHELD, choices, content_of, saved_section
+from drafttrain.config.overrides import ADMITTED
 from drafttrain.config.values import build, class_of
 from drafttrain.drafters.base import DrafterConfig, JoinedConfig
-from drafttrain.formats.read.admit import AdmittedConfig
-from drafttrain.runtime.run_folder import CONFIG, load_config
+from drafttrain.runtime.run_folder import CONFIG, is_repo, load_config
 from drafttrain.runtime.untrusted_input import shown
 
 KEY = "drafter.members"
@@ -16,8 +16,9 @@ KEY = "drafter.members"
 def member_of(name: str, settings: dict[str, Any] | None) -> tuple[Path, DrafterConfig]:
     """Return a member's folder and configuration, to be loaded as an evaluation loads them.
 
-    name: an entry of conf/drafter that needs no training, the folder of a run, or a directory with
-    a drafter that others trained. settings: the values of an entry that are changed.
+    name: an entry of conf/drafter that needs no training, the folder of a run, or a directory or a
+    repository of the Hub with a drafter that others trained. settings: the values of an entry that
+    are changed.
     """
     folder = Path(name).expanduser()
     if name in choices("drafter"):
@@ -30,13 +31,14 @@ def member_of(name: str, settings: dict[str, Any] | None) -> tuple[Path, Drafter
         saved = saved_section("drafter", load_config(folder, KEY))
         _refuse_joined(name, saved)
         return folder, _built(name, saved)
-    if not folder.is_dir():
+    if not (folder.is_dir() or is_repo(name)):
         raise ValueError(
-            f"{KEY} must be folders of runs, directories with a drafter, or names in conf/drafter "
-            f"({', '.join(sorted(choices('drafter')))}), got {shown(name)}, which is none"
+            f"{KEY} must be folders of runs, directories with a drafter, repositories of the Hub "
+            f"(owner/name), or names in conf/drafter ({', '.join(sorted(choices('drafter')))}), "
+            f"got {shown(name)}, which is none"
         )
-    label = folder.resolve().name or name
-    return folder, AdmittedConfig(name=label, path=str(folder), layers=None, allow_pickle=False)
+    named = {"name": folder.resolve().name or name, "path": str(folder)}
+    return folder, _built(name, content_of("drafter", ADMITTED) | named)
 
 
 def _entry(name: str, settings: dict[str, Any]) -> DrafterConfig:

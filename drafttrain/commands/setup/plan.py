@@ -5,14 +5,14 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from statistics import median
 
 import torch
 import yaml
 
-from drafttrain.config.compose import compose, load_choice, printed, recorded
+from drafttrain.config.compose import as_plain, compose, load_choice, recorded
 from drafttrain.config.groups import choices, conf_dir, follow_up, told_target
 from drafttrain.config.overrides import UsageError, spelled
 from drafttrain.config.sections import CaptureConfig, PlanConfig, TrainConfig
@@ -49,6 +49,7 @@ from drafttrain.target.placement import (
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.hub import cached_config
 from drafttrain.target.store.config import StoredFeaturesConfig
+from drafttrain.target.vllm.config import VllmConfig
 
 SETTLING = 2  # first lines of metrics, left out: the run still compiles and fills caches
 FASTEST = 1e12  # tokens per second: no machine reaches it, so a file that has more is wrong
@@ -135,8 +136,8 @@ def _foreseen(config: TrainConfig, free: int) -> tuple[list[str], dict[str, str]
     (placement, stored), more = _asked(config), plan_command(config)
     if hardware.check_fit:
         # Without a GPU, the plan of a machine that has some says more than that of this one.
-        elsewhere = plan_command(config, "h100x8") if chip.is_cpu else more
-        refuse_unless_fitting(job, own, placement, elsewhere)
+        elsewhere = "h100x8" if chip.is_cpu else None
+        refuse_unless_fitting(job, own, placement, lambda: plan_command(config, elsewhere))
     lines = short_form(job, cost(job, place(job, own, placement), stored), more)
     return lines, vars(job.placement)
 
@@ -156,9 +157,7 @@ def plan_command(
     if hardware is not None:
         words, known = [*words, f"hardware={hardware}"], known - {"hardware"}
     for whole in (True, False):  # choices first: they change what other keys are by default
-        usual = yaml.safe_load(
-            printed(compose(command, [*more, *words]))
-        )  # not checked: data.path is null
+        usual = as_plain(compose(command, [*more, *words]))  # not checked: data.path is null
         for section in sorted(known):
             theirs, name = usual[section], getattr(config, section).name
             if whole and name != theirs["name"] and name in choices(section):
@@ -210,9 +209,7 @@ def job_of(
     gpus = ranks if free is None else torch.cuda.device_count()
     if free is not None and "WORLD_SIZE" not in os.environ:
         ranks = ranks_here = 1
-    dtype = dtype_name(choose_train_dtype(hardware, torch.device("cpu")))
-    if hardware.train_dtype == "auto" and not chip.is_cpu:
-        dtype = "bfloat16"
+    here = free is not None or hardware.accelerator is None
     limit = data.limit if isinstance(data, JsonlConfig | HubConfig) else None  # else unknown
     conversations = data.num_conversations if isinstance(data, SelfgenConfig) else limit
     plain = shape_of(model)
@@ -223,7 +220,9 @@ def job_of(
                 "trainer=auto takes its steps from the data, which is not read for a plan: give "
                 "trainer.max_steps and trainer.tokens_per_step, or data.limit"
             )
-        trainer = trainer.sized((conversations or 1) * length, plain.hidden_size, config.drafter.lr)
+        count, rate = conversations or 1, config.drafter.lr
+        steps = partial(_num_steps, count, length)
+        trainer = trainer.sized(count * length, steps, plain.hidden_size, rate)
     load = Load(
         # A step with fewer tokens than its micro batches hold has fewer rows in each.
         rows=max(1, min(hardware.micro_batch, -(-trainer.tokens_per_step // (length * ranks)))),
@@ -232,24 +231,14 @@ def job_of(
         ranks_here=ranks_here,
         tokens_per_step=trainer.tokens_per_step,
         loss_share=settings.loss_share,
-        dtype=dtype,
+        dtype=dtype_name(_train_dtype(hardware, chip, here)),
         checkpointing=hardware.gradient_checkpointing,
         low=hardware.weights_dtype == "bfloat16",
         on_cpu=chip.is_cpu,
         averaged=trainer.ema_decay > 0,
     )
     shape, price = inflated(model, plain), settings.price_per_hour
-    target_bytes, engine = shape.bytes(load.width, model.quantization), config.vllm
-    engine_bytes = 0.0
-    if engine.devices is None:
-        spread = engine.tensor_parallel
-        if spread == AUTO:  # as `engine_gpus` chooses
-            share, heads = SERVING_SHARE * engine.memory, shape.num_attention_heads
-            enough = gpus_to_serve(target_bytes, chip.memory, heads, share)
-            spread = min(enough, max(1, gpus)) if ranks == 1 else 1
-        engine_bytes = max(engine.memory * chip.memory, target_bytes / spread)
-    if chip.is_cpu:
-        engine_bytes = target_bytes + engine.cpu_cache * GIB
+    target_bytes = shape.bytes(load.width, model.quantization)
     share = chip.memory / (ranks_here if chip.is_cpu else 1) if free is None else free
     asked = hardware.target_placement
     placement = placement_of(asked, model, settings_of(model), target_bytes, share, ranks)
@@ -275,7 +264,9 @@ def job_of(
         host_room=_host_room(
             settings, free is not None or not (chip.is_cpu or hardware.accelerator)
         ),
-        engine_bytes=engine_bytes,
+        engine_bytes=_engine_bytes(
+            config.vllm, chip, target_bytes, shape.num_attention_heads, gpus if ranks == 1 else 1
+        ),
         price_per_hour=chip.price_per_hour if price is None else price,
     )
 
@@ -285,6 +276,34 @@ def _host_room(settings: PlanSettings, here: bool) -> float:
     if settings.host_gib is None:
         return TARGET_SHARE * free_bytes(torch.device("cpu")) if here else inf
     return TARGET_SHARE * settings.host_gib * GIB
+
+
+def _train_dtype(hardware: HardwareConfig, chip: Accelerator, here: bool) -> torch.dtype:
+    """Return the dtype of training, as a run chooses it; here: on this machine."""
+    if chip.is_cpu or hardware.train_dtype != AUTO or (here and torch.cuda.is_available()):
+        return choose_train_dtype(hardware, torch.device("cpu" if chip.is_cpu else "cuda"))
+    return torch.bfloat16  # which every accelerator of conf/ has
+
+
+def _engine_bytes(
+    engine: VllmConfig, chip: Accelerator, target_bytes: float, heads: int, gpus: int
+) -> float:
+    """Return the bytes that vLLM takes of each of a rank's accelerators, with the target in it."""
+    if chip.is_cpu:
+        return target_bytes + engine.cpu_cache * GIB
+    if engine.devices is not None:  # it has accelerators of its own
+        return 0.0
+    spread = engine.tensor_parallel
+    if spread == AUTO:  # as `engine_gpus` chooses
+        enough = gpus_to_serve(target_bytes, chip.memory, heads, SERVING_SHARE * engine.memory)
+        spread = min(enough, max(1, gpus))
+    return max(engine.memory * chip.memory, target_bytes / int(spread))
+
+
+def _num_steps(conversations: int, length: int, tokens_per_step: int, epochs: float) -> int:
+    """Return the steps of epochs, as `Batches` would cut conversations of one length into them."""
+    an_epoch = min(conversations, max(1, round(conversations * length / tokens_per_step)))
+    return max(1, ceil(round(epochs * an_epoch, 6)))
 
 
 def drafter_cost(

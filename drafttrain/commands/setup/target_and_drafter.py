@@ -13,13 +13,20 @@ from torch import Tensor
 
 from drafttrain.commands.setup.members import member_of
 from drafttrain.config.compose import load_choice, recorded
-from drafttrain.config.groups import choices, content_of, own_file
+from drafttrain.config.groups import (
+    changed_keys,
+    choices,
+    content_of,
+    follow_up,
+    own_file,
+    told_target,
+)
 from drafttrain.config.sections import CaptureConfig, TrainConfig
 from drafttrain.config.values import class_of
 from drafttrain.core.ops.graphs import CAPTURES
 from drafttrain.core.types import FeatureSource, Sample, TargetSpec, changed_part
 from drafttrain.data.chat import encode, within_limits
-from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
+from drafttrain.data.conversations import DataConfig, HubConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import template_fingerprint
 from drafttrain.drafters.base import Drafter, DrafterConfig, JoinedConfig
@@ -53,6 +60,7 @@ from drafttrain.target.placement import (
     load_placed,
     room_for,
 )
+from drafttrain.target.pretrained.adapter import open_adapter
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.inflate import MULTIPLE, count_parameters, is_gated, widen
 from drafttrain.target.pretrained.limits import rope_scaling_of
@@ -65,6 +73,17 @@ from drafttrain.target.store.features import StoredTarget
 from drafttrain.target.store.shards import wrong_spec
 from drafttrain.target.vllm.process import require_vllm
 from drafttrain.training.checkpoint import Checkpoints, TrainState
+
+
+def others_answers(data: DataConfig, model: ModelConfig) -> list[str]:
+    """Return a line on data whose answers the target did not write, with what makes it do so."""
+    if not isinstance(data, HubConfig):
+        return []
+    asked = [f"data={data.name}", *changed_keys("data", data), *told_target(model)]
+    return [
+        f"  the answers of data={data.name} are another's; training on the target's "
+        f"own gives longer drafts: {follow_up('regenerate', *asked)}"
+    ]
 
 
 def read_samples(
@@ -426,7 +445,9 @@ def target_of(run: Path) -> str:
 
 def _named_target(model: Mapping[str, Any]) -> str:
     name, where = model.get("name"), model.get("path") or model.get("repo")
-    return f"{shown(name)} ({shown(where, 400)})" if where else shown(name)
+    parts = [where] if where else []
+    parts += [f"model.adapter={model['adapter']}"] if model.get("adapter") else []
+    return f"{shown(name)} ({shown(' with '.join(parts), 400)})" if parts else shown(name)
 
 
 def changed_target(
@@ -519,8 +540,9 @@ def load_alone(
 ) -> Target:
     """Return the target for a command of a single process, placed where there is room for it."""
     alone, asked = Ranks(0, 0, 1, device), hardware.target_placement
-    # A run of several ranks may record zero3, which needs several.
-    placement = choose_placement("auto" if asked == "zero3" else asked, model, dtype, alone)
+    # A run may record zero3, which needs several ranks, and vllm, whose engine is not for this.
+    asked = "auto" if asked in ("zero3", "vllm") else asked
+    placement = choose_placement(asked, model, dtype, alone)
     if placement.kind != "device":
         console.print(str(placement))
     return load_placed(model, dtype, alone, placement)
@@ -546,6 +568,8 @@ def describe_target(target: Target, started: float) -> str:
     """Return a line about a loaded target; `started` is when loading began (time.monotonic)."""
     spec = target.spec
     where = "".join(f"; {told}" for told in (target.placed, target.where) if told)
+    if target.config is not None and target.config.adapter is not None:
+        where += f"; its adapter was trained for {open_adapter(target.config.adapter).trained_for}"
     return (
         f"target: {spec.name}, {spec.architecture}, {parameters(target.num_parameters)} "
         f"in {dtype_name(target.dtype)}, loaded in {time.monotonic() - started:.1f} s{where}"

@@ -32,16 +32,12 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
     if isinstance(drafter, AdmittedConfig):
         directory = open_folder(drafter.served_from, drafter.allow_pickle)
         family = recognise(directory, own_layouts()).layout.kind
+    config.model.require_null("eval.engine=vllm", "inflate", "adapter")
     target_dir = find(config.model, weights=True)
     served = check_witness(parts.drafter, family, target_dir, given or place, settings)
     target, asked = parts.target, settings.vllm_tensor_parallel
     spread = engine_gpus(asked, config.model, target.dtype, target.device, SERVING_SHARE)
     served = replace(served, tensor_parallel=spread)
-    if config.model.inflate is not None:
-        raise ValueError(
-            f"model.inflate must be null with eval.engine=vllm, got {config.model.inflate}: vLLM "
-            "loads the weights that are on the disk"
-        )
     if settings.batch_size != 1:
         raise ValueError(
             f"eval.batch_size must be 1 with eval.engine=vllm, got {settings.batch_size}: counters "

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al., 2021, arXiv:2106.09685) by `peft`; the only door to it."""
+"""Low-rank adapters (LoRA, Hu et al., 2021, arXiv:2106.09685), by `peft`."""
 
 from typing import Any
 

@@ -29,6 +29,7 @@ def draft_source(
     return ModelConfig(
         name=name,
         path=path if local else None,
+        adapter=None,
         repo=None if local else path,
         revision=revision,
         embedded=False,

@@ -106,6 +106,7 @@ def witness(
     repeats: int = 1,
     device: str = "cpu",
     max_positions: int | None = None,
+    vocab_size: int | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Witness:
     """Return what vLLM measures on the prompts, plain and with the drafter, at every batch size.
@@ -150,6 +151,11 @@ def witness(
                 tick(1, _note(event))
     if not events or events[-1]["event"] != "done":
         raise worker.failure(events)
+    answers = [answer for event in events for answer in event.get("tokens", ())]
+    largest = max((token for answer in answers for token in answer), default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        told = f"vLLM must answer with tokens of {served.target_dir}, which has {vocab_size:,}, got"
+        raise ValueError(f"{told} token {largest:,}; use another version of it")
     first = next(event for event in events if event["event"] == "vllm")
     return Witness(
         vllm=first["version"],

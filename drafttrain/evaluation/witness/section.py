@@ -185,6 +185,7 @@ def witness_section(
             repeats=REPEATS if drawn == sampling else 1,
             device=target.device.type,
             max_positions=target.spec.max_positions,
+            vocab_size=target.spec.vocab_size,
         )
 
     def decoded(one: WitnessPrompt) -> Decoded:

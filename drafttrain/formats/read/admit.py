@@ -1,7 +1,6 @@
 """Load a drafter that others trained so that it drafts as in training, or list why it cannot."""
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,11 +24,12 @@ from drafttrain.drafters.shared.model_source import in_drafters_words
 from drafttrain.drafters.shared.vocabularies import tokens_by_id
 from drafttrain.formats.eight_bits import KEY, PlainView
 from drafttrain.formats.read.folder import Folder, open_folder
+from drafttrain.runtime.run_folder import is_repo
+from drafttrain.runtime.settings import require
 from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained import files, hub
 
 SHOWN_TOKENS = 3  # that differ between two tokenizers
-REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # of the Hub: owner/name
 SHOWN = 5  # tensors named per kind of complaint
 
 
@@ -38,6 +38,7 @@ class AdmittedConfig(DrafterConfig):
     """Where the directory of a drafter that others trained is."""
 
     path: str
+    revision: str | None
     layers: list[int] | None
     allow_pickle: bool
 
@@ -49,11 +50,12 @@ class AdmittedConfig(DrafterConfig):
 
         ValueError for a repository that cannot be read.
         """
-        local = Path(self.path).expanduser()
-        if local.exists() or not REPO.fullmatch(self.path):
-            return local
+        repo, version = self.path, self.revision
+        if not is_repo(repo):
+            require(version is None, "drafter.revision", f"be null for the folder {repo}", version)
+            return Path(repo).expanduser()
         try:
-            return hub.download(self.name, self.path, None, True, False, self.allow_pickle)
+            return hub.download(self.name, repo, version, True, False, self.allow_pickle)
         except ValueError as error:
             raise ValueError(in_drafters_words(str(error), self.name)) from error
 

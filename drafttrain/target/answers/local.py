@@ -141,6 +141,9 @@ def take_tokens(
     dialogue: Dialogue, tokens: Sequence[int], spec: TargetSpec, tokenizer: Any
 ) -> None:
     """Add an answer given as tokens; the stop token is not part of its text."""
+    if (largest := max(tokens, default=0)) >= spec.vocab_size:
+        why = f"answered with a token beyond the {spec.vocab_size:,} of the model"
+        return dialogue.stop(why, f"token {largest:,}", final=True)
     finished = bool(tokens) and tokens[-1] in spec.eos_token_ids
     answer = tokens[:-1] if finished else tokens
     # As an endpoint returns it: without the tokens that mark turns.

@@ -2,9 +2,11 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from drafttrain.runtime.settings import Settings
+from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained.quantize import SCHEMES
 from drafttrain.target.pretrained.size import parse_size
 
@@ -14,6 +16,10 @@ ARCHITECTURES = ("llama", "qwen3", "mistral")
 # Random weights up to this size are drawn on the CPU in float32, so that every device and dtype
 # gets the same ones; larger ones are drawn on their device: drawing them twice takes minutes.
 PORTABLE_PARAMETERS = 2_000_000_000
+MERGE = (
+    "; merge it with PEFT (merge_and_unload, then save_pretrained) and give the directory of the "
+    "result as model.path"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +30,7 @@ class ModelConfig(Settings):
 
     name: str
     path: str | None
+    adapter: str | None
     repo: str | None
     revision: str | None
     embedded: bool
@@ -43,6 +50,8 @@ class ModelConfig(Settings):
             parse_size(self.inflate)
         known = self.quantization in (None, *SCHEMES)
         self.require("quantization", known, f"be null or one of {', '.join(SCHEMES)}")
+        plain = self.adapter is None or self.quantization is None
+        self.require("adapter", plain, "be null with model.quantization", MERGE)
         named = self.repo is None or bool(REPO.fullmatch(self.repo))
         self.require("repo", named, "be like owner/name")
         random = isinstance(self, RandomModelConfig)
@@ -52,10 +61,17 @@ class ModelConfig(Settings):
                 " for example model.path=/models/Llama-3.1-8B-Instruct"
             )
 
+    def require_null(self, reader: str, *keys: str) -> None:
+        """Raise ValueError if keys that change a loaded model are set where its files are read."""
+        for key in keys:
+            need = f"be null for {reader}, which reads the files of a model"
+            self.require(key, getattr(self, key) is None, need, MERGE if key == "adapter" else "")
+
     @property
     def label(self) -> str:
-        """The name that reports show; it mentions inflation."""
-        return self.name if self.inflate is None else f"{self.name} inflated to {self.inflate}"
+        """The name that reports show; it mentions an adapter (its folder's name) and inflation."""
+        adapter = f" with adapter {shown(Path(self.adapter).name)}" if self.adapter else ""
+        return self.name + adapter + (f" inflated to {self.inflate}" if self.inflate else "")
 
     @property
     def origin(self) -> str:
@@ -90,6 +106,7 @@ class RandomModelConfig(ModelConfig):
             )
         whole = f"be null for model={self.name}, whose weights are drawn"
         self.require("quantization", self.quantization is None, whole)
+        self.require("adapter", self.adapter is None, whole)
         known = self.architecture in ARCHITECTURES
         self.require("architecture", known, f"be one of {', '.join(ARCHITECTURES)}")
         limited = self.max_positions is not None

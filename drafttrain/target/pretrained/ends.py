@@ -55,12 +55,7 @@ def directory(config: ModelConfig) -> Path:
             f"model={config.name} draws its weights, and vLLM loads those of a directory; choose "
             "another model=, or another hardware.target_placement or regenerate.backend"
         )
-    for key in ("inflate", "quantization"):
-        if getattr(config, key) is not None:
-            raise ValueError(
-                f"model.{key} must be null where vLLM runs the target, got {getattr(config, key)}: "
-                "it loads the weights that are on the disk"
-            )
+    config.require_null("vLLM", "inflate", "quantization", "adapter")
     folder = find(config, weights=True)
     assert folder is not None, "only random targets have no directory"
     return folder

@@ -99,9 +99,10 @@ def check_kind(folder: Path, origin: str) -> None:
     kind = "an adapter beside a model" if whole else "an adapter alone, such as LoRA's"
     remedy = ", or remove that file to have the model without it" if whole else ""
     raise ValueError(
-        f"{origin} must hold a whole model, and holds {kind} ({ADAPTER}), for {base}; merge it into"
-        " that model with PEFT (merge_and_unload, then save_pretrained) and give the directory of "
-        f"the result{remedy}"
+        f"{origin} must hold a whole model, and holds {kind} ({ADAPTER}), for {base}; give a target"
+        f" by its own directory, with model.adapter={shown(folder, 400)} to have this merged into "
+        "it; for another model, merge it with PEFT (merge_and_unload, then save_pretrained)"
+        f"{remedy}"
     )
 
 

@@ -14,6 +14,7 @@ from drafttrain.runtime.rank_process import rank
 from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.untrusted_input import read_object, shown
 from drafttrain.target.pretrained import files, hub
+from drafttrain.target.pretrained.adapter import merge, open_adapter
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.fit import refuse_misfit, require_fit
 from drafttrain.target.pretrained.inflate import inflate, inflated_width
@@ -141,6 +142,8 @@ def load_model(
         # Straight to the device: host memory need not hold a 70B model.
         whole = {"device_map": None if device == "cpu" else {"": device}}
         model = _read(config, folder, model_config, attention, dtype, spread or whole)
+    if config.adapter is not None:
+        model = merge(config.adapter, model)
     if width is not None:
         inflate(model, width, config.name)
     return model.eval().requires_grad_(False)
@@ -161,11 +164,15 @@ def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
     For a directory it does not depend on its path, on how its weights are split over files or on
     the dtype they are loaded in (see `files.fingerprint` and `settings_that_count`); for random
     weights it covers what determines them. Inflating a target
-    does not change it: a drafter that was trained on the one serves the other.
+    does not change it: a drafter that was trained on the one serves the other. An adapter adds a
+    third hash, of its own.
     """
     folder = find(config, weights=True)
     if folder is not None:
-        return files.fingerprint(folder, settings=settings_that_count(load_model_config(config)))
+        known = settings_that_count(load_model_config(config))
+        parts = [files.fingerprint(folder, settings=known)]
+        parts += [open_adapter(config.adapter).fingerprint] if config.adapter is not None else []
+        return "-".join(parts)
     assert isinstance(config, RandomModelConfig), "only random targets have no directory"
     common = {field.name for field in dataclasses.fields(ModelConfig)}
     drawn = {k: v for k, v in dataclasses.asdict(config).items() if k not in common}

@@ -161,9 +161,9 @@ class StoredTarget:
                     differs = changed_part(stored, found)
                 raise StoreError(
                     f"features.dir={self.folder} must be of {origin}, got one of {self.spec.name}: "
-                    f"{differs}; point model.path at the target that was captured "
-                    "(data.template_kwargs and data.template_date as they were), or capture this "
-                    "one into another store.dir"
+                    f"{differs}; point model.path (and model.adapter) at the target that was "
+                    "captured (data.template_kwargs and data.template_date as they were), or "
+                    "capture this one into another store.dir"
                 )
 
     def _shard(self, number: int) -> dict[str, list[Tensor]]:

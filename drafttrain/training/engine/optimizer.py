@@ -93,6 +93,15 @@ def newton_schulz_flops(rows: int, columns: int) -> float:
     return 5.0 * (4 * short**2 * long + 2 * short**3)
 
 
+def balanced(costs: Sequence[float], ranks: int) -> list[int]:
+    """Return a rank for each cost: the largest first, each to the rank with the least so far."""
+    totals, chosen = [0.0] * ranks, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        rank = chosen[index] = totals.index(min(totals))
+        totals[rank] += costs[index]
+    return chosen
+
+
 def parameter_groups(
     parameters: Sequence[nn.Parameter],
     weight_decay: float,

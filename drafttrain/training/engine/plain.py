@@ -6,16 +6,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from drafttrain.training.engine.engine import Engine
+from drafttrain.training.engine.engine import MUON_MOMENTS, Engine
+from drafttrain.training.engine.optimizer import balanced, newton_schulz_flops
 
 
 class PlainEngine(Engine):
-    """Plain torch; several ranks add up their gradients once per step, by all-reduce."""
+    """Plain torch; several ranks add up their gradients once per step, by all-reduce.
+
+    Muon's Newton-Schulz steps would take the same time on every rank: each rank takes them for its
+    share of the matrices, and sends the updated weights to the others.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._masters = self._lower() if self.low else {}
         self._start_moments()
+        groups = [group for group in self._optimizer.param_groups if "momentum" in group]
+        matrices: list[Tensor] = [matrix for group in groups for matrix in group["params"]]
+        flops = [newton_schulz_flops(*matrix.shape) for matrix in matrices]
+        self._rank_of = dict(zip(matrices, balanced(flops, self.world_size), strict=True))
 
     def _lower(self) -> dict[Tensor, nn.Parameter]:
         """Round the module's weights; return masters by parameter, which the optimizer updates.
@@ -59,7 +68,13 @@ class PlainEngine(Engine):
         if self._max_grad_norm > 0:
             total = torch.full((), norm, device=self.device)  # the host waits for no copy of it
             nn.utils.clip_grads_with_norm_(self._updated(), self._max_grad_norm, total)
+        for matrix, rank in self._rank_of.items():
+            if rank != self.rank:
+                matrix.grad = None  # so that the optimizer leaves it out
         self._optimizer.step()
+        for source in range(self.world_size):
+            updated = [matrix.data for matrix, rank in self._rank_of.items() if rank == source]
+            self.ranks.broadcast_in_place(updated, source)
         self._forget()
         for parameter, master in self._masters.items():
             parameter.data.copy_(master.data)
@@ -73,7 +88,11 @@ class PlainEngine(Engine):
             self._masters[value].data.copy_(whole)
 
     def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
-        return super()._moment(self._masters.get(parameter, parameter), moment)
+        tensor = self._masters.get(parameter, parameter)
+        found = super()._moment(tensor, moment)
+        if moment in MUON_MOMENTS:  # only the rank that updates the matrix has kept it up to date
+            self.ranks.broadcast_in_place([found], self._rank_of[tensor])
+        return found
 
     def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
         super()._set_moment(self._masters.get(parameter, parameter), moment, value)
