@@ -25,7 +25,7 @@ from drafttrain.commands.setup.target_and_drafter import (
     shape_of,
 )
 from drafttrain.config.compose import load_choice
-from drafttrain.config.overrides import spelled
+from drafttrain.config.groups import safe
 from drafttrain.config.sections import CaptureConfig
 from drafttrain.data.template import template_fingerprint
 from drafttrain.drafters.base import Drafter
@@ -119,7 +119,7 @@ def capture_until(
     say(manifest.summary())
     data = replace(config.data, holdout=min(config.data.holdout, len(samples) // 4))
     trained = replace(config, data=data, drafter=drafters[0])
-    stored = "features=stored", f"features.dir={spelled(folder)}"
+    stored = "features=stored", safe(f"features.dir={folder}")
     say(f"next: {plan_command(trained, None, 'train', *stored)}")
 
 

@@ -68,18 +68,20 @@ def own_file(group: str, name: str) -> Path | None:
 def follow_up(command: str, *arguments: str) -> str:
     """Return the command line of what comes next, with the --config-dir of this one."""
     own = [f"--config-dir={folder}"] if (folder := own_dir()) else []
-    words = [re.fullmatch(PATH, word) for word in arguments]
-    again = [
-        f"{w[1]}={quoted(w[2])}" if w else word for w, word in zip(words, arguments, strict=True)
-    ]
-    return call(command, *own, *again)
+    return call(command, *own, *map(safe, arguments))
+
+
+def safe(word: str) -> str:
+    """Return KEY=VALUE with its value in quotes if it is a path that needs them."""
+    path = re.fullmatch(PATH, word)
+    return f"{path[1]}={quoted(path[2])}" if path else word
 
 
 def told_target(model: Any) -> list[str]:
     """Return the overrides that name a target again, none where it is the default."""
     adapter = [f"model.adapter={model.adapter}"] if model.adapter is not None else []
     if model.path is not None:  # named after its folder
-        return [f"model.path={model.path}", *adapter]
+        return [safe(f"model.path={model.path}"), *adapter]
     if model.name not in choices("model"):
         return [model.origin, *adapter]
     own = [f"model={model.name}"] if model.name != command_groups("train")["model"] else []

@@ -271,6 +271,13 @@ def job_of(
     )
 
 
+def _host_room(settings: PlanSettings, here: bool) -> float:
+    """Return the bytes that layers may take of a host's memory; infinite where nobody knows it."""
+    if settings.host_gib is None:
+        return TARGET_SHARE * free_bytes(torch.device("cpu")) if here else inf
+    return TARGET_SHARE * settings.host_gib * GIB
+
+
 def _train_dtype(hardware: HardwareConfig, chip: Accelerator, here: bool) -> torch.dtype:
     """Return the dtype of training, as a run chooses it; here: on this machine."""
     if chip.is_cpu or hardware.train_dtype != AUTO or (here and torch.cuda.is_available()):
@@ -297,13 +304,6 @@ def _num_steps(conversations: int, length: int, tokens_per_step: int, epochs: fl
     """Return the steps of epochs, as `Batches` would cut conversations of one length into them."""
     an_epoch = min(conversations, max(1, round(conversations * length / tokens_per_step)))
     return max(1, ceil(round(epochs * an_epoch, 6)))
-
-
-def _host_room(settings: PlanSettings, here: bool) -> float:
-    """Return the bytes that layers may take of a host's memory; infinite where nobody knows it."""
-    if settings.host_gib is None:
-        return TARGET_SHARE * free_bytes(torch.device("cpu")) if here else inf
-    return TARGET_SHARE * settings.host_gib * GIB
 
 
 def drafter_cost(
