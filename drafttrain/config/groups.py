@@ -68,7 +68,9 @@ def own_file(group: str, name: str) -> Path | None:
 def follow_up(command: str, *arguments: str) -> str:
     """Return the command line of what comes next, with the --config-dir of this one."""
     own = [f"--config-dir={folder}"] if (folder := own_dir()) else []
-    return call(command, *own, *map(safe, arguments))
+    if "--multirun" not in arguments:  # there a comma separates values
+        arguments = tuple(map(safe, arguments))
+    return call(command, *own, *arguments)
 
 
 def safe(word: str) -> str:

@@ -213,7 +213,7 @@ def test_the_token_that_ends_an_answer_is_no_part_of_its_text(
     spec = replace(target.spec, eos_token_ids=(letters[2],))
     for tokens, text, finished in ((letters, "ab", True), (letters[:2], "ab", False)):
         dialogue = Dialogue(asked_of(tmp_path)[0], keep_answers=False)
-        take_tokens(dialogue, tokens, spec, target.tokenizer)
+        take_tokens(dialogue, tokens, spec, target.tokenizer, BY_TEMPLATE)
         assert isinstance(dialogue.outcome, AnsweredConversation)
         assert dialogue.outcome.messages[1]["content"] == text
         assert dialogue.outcome.answers[0]["finished"] is finished
@@ -224,7 +224,8 @@ def test_an_answer_with_a_token_beyond_the_vocabulary_is_counted_not_kept(
     target: Target, tmp_path: Path
 ) -> None:
     dialogue = Dialogue(asked_of(tmp_path)[0], keep_answers=False)
-    take_tokens(dialogue, [1, target.spec.vocab_size], target.spec, target.tokenizer)
+    tokens = [1, target.spec.vocab_size]
+    take_tokens(dialogue, tokens, target.spec, target.tokenizer, BY_TEMPLATE)
     assert isinstance(dialogue.outcome, Failure)
     assert dialogue.outcome.reason.startswith("answered with a token beyond the ")
 

@@ -32,7 +32,7 @@ def target() -> Any:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<channel>", "<message>"]})
     tokenizer.chat_template = TEMPLATES["header"]
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    spec = SimpleNamespace(eos_token_ids=(end,))
+    spec = SimpleNamespace(eos_token_ids=(end,), vocab_size=1 << 20)
     return SimpleNamespace(tokenizer=tokenizer, spec=spec, device=torch.device("cpu"))
 
 
