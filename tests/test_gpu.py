@@ -212,6 +212,7 @@ def test_a_step_takes_the_memory_that_was_planned(drafter: str) -> None:
         eps=1e-8,
         weight_decay=0.0,
         max_grad_norm=1.0,
+        optimizer=config.optimizer,
     )
     tokens = torch.randint(0, vocab, (4, 1024))
     document = torch.arange(4)[:, None].repeat(1, 1024)
