@@ -209,19 +209,14 @@ def test_bfloat16_computes_low_keeps_float32_weights_and_is_the_same_under_deeps
     assert all(p.dtype == torch.float32 for p in engine.module.parameters())
 
 
-def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
-    expected = train(make_engine("none"), micro_batch=8)
-    curves = torchrun(["none"], 2, tmp_path / "curve.json")
-    assert_same_curve(curves["none"], expected, rel=2e-6)
-
-
-def test_ranks_share_muons_matrices_and_take_the_steps_of_a_rank_that_updates_all(
-    tmp_path: Path,
-) -> None:
-    names = ["none+muon+awake", "none+muon+awake+average"]
-    expected = train(make_engine(names[0]), micro_batch=8)
-    curves = torchrun(names, 2, tmp_path / "curve.json")  # which saves and resumes as well
-    for name in names:
+def test_two_ranks_take_the_steps_of_one_and_share_the_matrices_of_muon(tmp_path: Path) -> None:
+    muon = ["none+muon+awake", "none+muon+awake+average"]
+    curves = torchrun(
+        ["none", *muon], 2, tmp_path / "curve.json"
+    )  # which saves and resumes as well
+    assert_same_curve(curves["none"], train(make_engine("none"), micro_batch=8), rel=2e-6)
+    expected = train(make_engine(muon[0]), micro_batch=8)
+    for name in muon:
         assert curves[name] == curves[f"{name}, each rank all"], "to the bit"
         assert_same_curve(curves[name], expected, rel=2e-3)  # of products in bfloat16
 
@@ -452,7 +447,8 @@ def main() -> None:
             assert sorted(shared.values()) == [0, 1]
             alone._rank_of = {}
             curves[f"{name}, each rank all"] = train(alone, int(micro_batch))
-        folder = Path(output).parent
+        folder = Path(output).parent / name
+        folder.mkdir(exist_ok=True)
         engine.save(folder)
         weights = engine.weights()
         if engine.is_main:
