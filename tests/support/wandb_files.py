@@ -18,6 +18,8 @@ def records(file: Path) -> Iterator[Any]:
             place += 32768 - place % 32768
             continue
         _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        if place + 7 + length > len(data):  # the client is still writing it
+            return
         whole += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # a full one, or the last part of one
