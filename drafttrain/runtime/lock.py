@@ -158,15 +158,15 @@ def attend(place: Path, rank: int) -> Iterator[None]:
 def alone(path: Path) -> Iterator[None]:
     """Let one process at a time change a file that several commands write, for a moment each."""
     # The holder's name is not written: a full disk has no space for another file's text.
-    lock = FileLock(beside(path), thread_local=False, fallback_to_soft=False)
+    lock = _lock_of(beside(path))
     with writing(path):
         lock.acquire(poll_interval=0.01)
     with _released(lock):
         yield
 
 
-def _lock_of(file: Path, command: str) -> FileLock:
-    """Return the lock of a file, which names its holder as soon as it is taken."""
+def _lock_of(file: Path, command: str = "") -> FileLock:
+    """Return the lock of a file, which names its holder as soon as it is taken, if a command."""
     since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
     holder = Holder(command[:64], os.getpid(), socket.gethostname()[:64], since)
 
@@ -178,7 +178,8 @@ def _lock_of(file: Path, command: str) -> FileLock:
         os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
 
     # Without the kernel's lock a file would stay locked after its process was killed.
-    return FileLock(file, thread_local=False, fallback_to_soft=False, on_acquired=write)
+    named = write if command else None
+    return FileLock(file, thread_local=False, fallback_to_soft=False, on_acquired=named)
 
 
 @contextmanager
@@ -198,7 +199,7 @@ def _is_locked(file: Path) -> bool:
     """Whether a process has the lock of a file."""
     if not file.is_file():  # the probe would make it
         return False
-    probe = FileLock(file, thread_local=False, fallback_to_soft=False)
+    probe = _lock_of(file)
     try:
         probe.acquire(blocking=False)
     except Timeout:

@@ -105,9 +105,8 @@ def load_drafter(
 
     drafter: the folder of a run (its best checkpoint is taken), a directory or a repository of the
     Hub with a drafter that others trained, or the name in conf/drafter of one that needs no
-    training. config_dir: yaml of
-    your own, laid out like conf/, where the run's drafter is your own. settings: keys of `drafter`.
-    Where training changed the target's weights, `target` gets those, in place, and a line says so.
+    training. config_dir: yaml of your own, laid out like conf/, where the run's drafter is your
+    own. settings: keys of `drafter`.
     """
     folder = Path(drafter).expanduser()
     with own_choices(config_dir):
