@@ -42,7 +42,7 @@ def check_file(file: Path, origin: str) -> None:
         growth, count = 1.0, 0
         for step in _objects(plain.get(key)):
             count += "type" in step
-            charsmap = step.pop("precompiled_charsmap", None) or ""
+            charsmap = step.pop("precompiled_charsmap", None)
             _require_short(name, key, step.values())
             added = step.get("content", step.get("prepend", ""))
             pattern = step.get("pattern")
@@ -53,7 +53,7 @@ def check_file(file: Path, origin: str) -> None:
             replaced = len(from_text) if isinstance(from_text, str) and from_text else 1
             if step.get("type") in ("Replace", "Prepend") and isinstance(added, str):
                 growth *= max(1.0, len(added) / replaced + (step["type"] == "Prepend"))
-            growth *= _longest_of(charsmap)
+            growth *= 1 if charsmap is None else _longest_of(charsmap, name)
         if growth > MAX_GROWTH or count > MAX_STEPS:
             raise UntrustedError(
                 f"{name}: its {key} must have at most {MAX_STEPS} steps that lengthen a text by at "
@@ -66,13 +66,22 @@ def _require_short(name: str, key: str, texts: Iterable[Any]) -> None:
         raise UntrustedError(f"{name}: a text of its {key} must be of at most {MAX_STRING}")
 
 
-def _longest_of(charsmap: Any) -> int:
-    """Return the most characters that sentencepiece's charsmap puts in place of one, at least 1."""
-    with suppress(TypeError, ValueError):  # which cannot be loaded either
-        content = base64.b64decode(charsmap)
-        texts = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")  # after a trie
-        return max(1, *(len(text.decode(errors="replace")) for text in texts))
-    return 1
+def _longest_of(charsmap: Any, name: str) -> int:
+    """Return the most characters that sentencepiece's charsmap puts in place of one, at least 1.
+
+    It is the size of a trie of 32-bit numbers, the trie, and texts that end with a zero byte.
+    UntrustedError unless it is: Rust may end the whole process at another one.
+    """
+    try:
+        content = base64.b64decode(charsmap, validate=True)
+        size = int.from_bytes(content[:4], "little")
+        whole = len(content) >= 4 + size and size % 4 == 0
+        texts = content[4 + size :].decode().split("\0")
+    except (TypeError, ValueError):
+        whole, texts = False, []
+    if not whole:
+        raise UntrustedError(f"{name}: a precompiled_charsmap must be one of sentencepiece's")
+    return max(1, *map(len, texts))
 
 
 def _objects(plain: Any) -> Iterator[dict[str, Any]]:

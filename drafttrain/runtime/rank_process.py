@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from drafttrain.runtime.disk import MachineError, write_whole
 
@@ -147,10 +147,11 @@ def speaks_first() -> bool:
 class Output:
     """Standard output or error. If it cannot be written, a command that shows progress goes on.
 
-    That is said once, on standard error. A command whose result is printed ends with an error.
+    stream: a text stream; None where the shell has closed it. A failure is reported once, on
+    standard error. A command whose result is printed ends with an error.
     """
 
-    def __init__(self, stream: TextIO | None, name: str, is_progress: bool) -> None:
+    def __init__(self, stream: Any, name: str, is_progress: bool) -> None:
         self.stream, self.name, self.is_progress = stream, name, is_progress
         self.failed = False
 
@@ -164,7 +165,7 @@ class Output:
     def flush(self) -> None:
         self._try(lambda stream: stream.flush())
 
-    def _try(self, call: Callable[[TextIO], Any]) -> None:
+    def _try(self, call: Callable[[Any], Any]) -> None:
         try:
             if self.stream is not None:  # the shell has closed it
                 call(self.stream)

@@ -47,7 +47,8 @@ class UntrustedError(ValueError):
 def shown(text: object, most: int = SHOWN) -> str:
     """Return a text from outside for a message: one line, no control characters, cut at `most`."""
     plain = re.sub(r"\s*[\r\n\t]+\s*", " ", str(text))
-    return escaped(plain if len(plain) <= most else plain[: most - 3] + "...")
+    cut = plain if len(plain) <= most else plain[: most - 3] + "..."
+    return "".join(char if char.isprintable() else _as_escape(char) for char in cut)
 
 
 OBEYED_BY_NONE = "\n\t\u200c\u200d"  # the last two join and part letters, in emoji and Persian
@@ -60,9 +61,13 @@ def escaped(text: str) -> str:
     return "".join(
         char
         if char.isprintable() or char in OBEYED_BY_NONE or category(char) == "Zs"
-        else char.encode("unicode_escape", "replace").decode()
+        else _as_escape(char)
         for char in text
     )
+
+
+def _as_escape(char: str) -> str:
+    return char.encode("unicode_escape", "replace").decode()
 
 
 def read_bytes(file: Path, most: int, origin: str | None = None) -> bytes:

@@ -104,6 +104,21 @@ def test_no_part_of_a_tokenizer_may_make_too_much_of_a_token(
     assert str(error.value).isprintable()
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"\x9f\xce\x80\x9e\x1a", bytes(3), b"\4\0\0\0a", bytes(4) + b"\xff"]
+)
+def test_a_charsmap_that_rust_would_end_the_process_for_is_refused(
+    content: bytes, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    broken = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
+    split = {
+        "type": "CharDelimiterSplit",
+        "delimiter": "",
+    }  # a second failure while that one unwinds
+    with pytest.raises(ValueError, match="must be one of sentencepiece's"):
+        target(tiny_target_dir, tmp_path, {"normalizer": broken, "pre_tokenizer": split})
+
+
 @pytest.mark.parametrize("key", ["normalizer", "model", "added_tokens"])
 @pytest.mark.parametrize("value", [5, "b", [[]], {"vocab": 5}, {"vocab": [[]]}])
 def test_what_is_no_tokenizer_is_refused_in_a_line(

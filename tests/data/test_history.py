@@ -42,6 +42,7 @@ def written(tokenizer: Any) -> list[int]:
     )
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_regenerate() -> None:
     model = target()
     turns = (Message("user", "Hi"), Message("user", "Why"))
@@ -50,6 +51,7 @@ def test_regenerate() -> None:
     assert dialogue.messages == ASKED
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_evaluate_and_its_witness() -> None:
     model, prompt = target(), Prompt("a", "", "", ("Hi", "Why"))
     asked: list[list[int]] = []
@@ -65,6 +67,7 @@ def test_evaluate_and_its_witness() -> None:
     assert list(second.tokens) == asked[1]
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_selfgen(tmp_path: Any) -> None:
     model = target()
     head, mid = (model.tokenizer(text)["input_ids"] for text in ("<a>", "<b>"))
@@ -75,6 +78,7 @@ def test_selfgen(tmp_path: Any) -> None:
     assert '{"role": "assistant", "content": "It is"}' in next(tmp_path.iterdir()).read_text()
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_chat_and_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     model = target()
     own = SimpleNamespace(system=None, marks=False)

@@ -76,6 +76,7 @@ def test_a_prompt_to_decode_is_one_clear_line(target: Target) -> None:
     check_room(target, [[1]], 4)
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_a_prompt_to_evaluate_is_named_before_anything_is_decoded(target: Target) -> None:
     config: Any = SimpleNamespace(deepest=2, max_new_tokens=8, skip_long_prompts=False)
     for turns in ((f"Say {BEYOND}",), ("Hi", f"Say {BEYOND}")):
@@ -84,6 +85,7 @@ def test_a_prompt_to_evaluate_is_named_before_anything_is_decoded(target: Target
             fitting(prompts, SkipReport(), target, BY_TEMPLATE, config, [])
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_a_prompt_of_chat_file_is_named_before_any_is_answered(
     target: Target, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_member_of_an_ensemble_may_be_a_repository(cache: Path) -> None:
         member_of("missing", None)
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_load_drafter_takes_a_repository(cache: Path) -> None:
     target = SimpleNamespace(config=load_choice("model", "tiny"))
     with pytest.raises(ValueError, match=rf"drafter\.path={cache} must hold .*weights"):

@@ -211,6 +211,7 @@ def test_an_engine_of_ours_spreads_the_target_over_the_gpus_that_hold_it(
 
 
 @pytest.mark.parametrize("command", ["evaluate", "tune"])
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(
     ("gpus", "left", "copied"),
     [

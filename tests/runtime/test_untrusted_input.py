@@ -72,6 +72,7 @@ def test_yaml_of_others_is_plain_data(tmp_path: Path, text: str) -> None:
 
 def test_what_is_shown_is_one_line_that_a_terminal_obeys_nothing_of() -> None:
     assert shown("a\n b\x1b[31m\u202e\ud800") == "a b\\x1b[31m\\u202e\\ud800"
+    assert shown("a\u00a0\u3000b") == "a\\xa0\\u3000b"
     assert shown("x" * 500) == "x" * 117 + "..."
 
 

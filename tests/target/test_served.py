@@ -265,6 +265,7 @@ def test_two_engines_fit_where_the_system_would_give_memory_back(
         assert worker.fits_twice(request) is fit
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_a_token_that_the_target_does_not_have_is_another_model(tiny_target_dir: Path) -> None:
     target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
