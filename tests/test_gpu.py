@@ -24,7 +24,7 @@ from drafttrain.core.types import Batch, weighted_sum
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
-from drafttrain.plan.memory import Sharding, memory_of
+from drafttrain.plan.memory import memory_of
 from drafttrain.target.model import Target, load_target
 from drafttrain.training.engine.build import build_engine
 
@@ -196,7 +196,7 @@ def test_a_step_takes_the_memory_that_was_planned(drafter: str) -> None:
     config = typed(compose("train", told), TrainConfig)
     settings = default_settings()
     job = job_of(config, settings, accelerator_of(config.hardware, 0.01))
-    planned = memory_of(job, Sharding("none", None, False, False, 0), "device")
+    planned = memory_of(job, config.deepspeed, "device")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     target = load_target(config.model, torch.bfloat16, "cuda")

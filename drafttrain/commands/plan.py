@@ -1,13 +1,14 @@
 """Memory, time, disk and money before a run."""
 
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 from drafttrain.commands.setup.plan import plan_of
 from drafttrain.config.sections import PlanConfig
 from drafttrain.plan.files import FILES, write_plan
-from drafttrain.plan.pages import headline, notes, pieces, printed, tables
+from drafttrain.plan.pages import blocks, headline
+from drafttrain.report.results import Table
+from drafttrain.report.tables import rich_table
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.run_folder import refuse_foreign
@@ -23,22 +24,18 @@ def plan(config: PlanConfig) -> None:
         require_writable(folder, "plan.dir")
         refuse_foreign(folder, "plan.dir", FILES, FILES[0], ("accelerator", "bandwidth"))
     with working("planning"):
-        found, source = plan_of(config)
+        found = plan_of(config)
     width = min(WIDTH, console.width) if console.is_terminal else WIDTH
     wide = Terminal(width)
     wide.print(textwrap.fill(headline(found), width), "")
-    for table in tables(found):
-        for piece in pieces(table, wide):
-            wide.print(printed(piece))
-    wide.print(listed("Advice", found.advice, width))
-    wide.print(listed("What the numbers assume", notes(found, source), width))
+    for block in blocks(found):
+        if isinstance(block, Table):
+            wide.print(rich_table(block))
+        elif block.items:
+            texts = [f"{key}: {text}" if key else text for key, text in block.items]
+            lines = [textwrap.fill(f"- {text}", width, subsequent_indent="  ") for text in texts]
+            wide.print("\n".join([block.title, *lines, ""]))
     if config.plan.dir is not None:
         with hold(folder, "plan.dir", "plan", console.print):
-            write_plan(found, folder, source)
+            write_plan(found, folder)
         console.print(f"plan: {folder / 'plan.html'} (the same in plan.md, plan.json)")
-
-
-def listed(title: str, texts: Sequence[str], width: int) -> str:
-    """Return a list of sentences under a title, wrapped to a width."""
-    folded = [textwrap.fill(f"- {text}", width, subsequent_indent="  ") for text in texts]
-    return "\n".join([title, *folded, ""])

@@ -63,9 +63,6 @@ def matching(name: str, entries: Mapping[str, AcceleratorConfig]) -> Accelerator
 
 def accelerator(config: AcceleratorConfig, how: str) -> Accelerator:
     """Return an entry of conf/accelerator in bytes and seconds; how: the source of its numbers."""
-    for key in PEAKS:
-        if getattr(config, key) is None:
-            raise ValueError(f"accelerator={config.name} must state {key}, got null")
     memory, bf16, fp32, bandwidth = (float(getattr(config, key)) for key in PEAKS)
     return Accelerator(
         name=config.name,

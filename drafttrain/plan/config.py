@@ -71,6 +71,7 @@ class AcceleratorConfig(Settings):
     def __post_init__(self) -> None:
         for key in PEAKS:
             value = getattr(self, key)
-            self.require(key, value is None or value > 0, "be above 0, or null")
+            positive = self.name == "cpu" if value is None else value > 0
+            self.require(key, positive, "be above 0; null, to measure it, is for the cpu alone")
         for key in ("efficiency", "serving_efficiency", "bandwidth_efficiency"):
             self.require(key, 0 < getattr(self, key) <= 1, "be in (0, 1]")

@@ -10,7 +10,7 @@ from drafttrain.plan.trace import DrafterCost, Load
 from drafttrain.plan.units import gib
 from drafttrain.training.engine.config import DeepSpeedConfig
 
-DEFAULT_BUCKET = 500_000_000  # DeepSpeed's
+BUCKET = 500_000_000  # elements that DeepSpeed reduces at a time by default
 LIVE_LAYERS = 2  # of a sharded target: the one in use, and the one that is being gathered
 DOUBT = 0.15  # relative error of what is estimated: activations and features in flight
 NAMES = {
@@ -33,30 +33,10 @@ EXACT = ("target", "engine", "readout", *STATES)
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """How the drafter's training is spread over the ranks, as a `deepspeed` section sets it."""
-
-    name: str
-    stage: int | None  # ZeRO's; None: plain torch
-    offload: bool  # optimizer on the host
-    offload_weights: bool  # weights too
-    bucket: int  # elements that are reduced at a time
-
-    @classmethod
-    def of(cls, section: DeepSpeedConfig) -> "Sharding":
-        """Return the sharding that DeepSpeed's own keys describe."""
-        stage = section.stage if section.enabled else None
-        bucket = int(section.zero.get("reduce_bucket_size", DEFAULT_BUCKET))
-        return cls(
-            section.name, stage, section.offloads_optimizer, section.offloads_weights, bucket
-        )
-
-
-@dataclass(frozen=True)
 class Memory:
     """Bytes on one accelerator by component, and on the host."""
 
-    sharding: Sharding
+    sharding: DeepSpeedConfig
     placement: str
     parts: dict[str, float]
     limit: float
@@ -86,7 +66,7 @@ class Memory:
         return self.host + self.spilled
 
 
-def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
+def memory_of(job: Job, sharding: DeepSpeedConfig, placement: str) -> Memory:
     """Return the memory that training takes on one accelerator.
 
     A device map is one process, whose layers lie on all accelerators and on the host: the first has
@@ -116,7 +96,7 @@ def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
         found["readout"] += 4.0 * shape.table_parameters
     step = parts.step(load.checkpointing)
     found |= training_bytes(parts, sharding, ranks, load.low, load.averaged)
-    if job.muon and sharding.stage is None:  # DeepSpeed has AdamW alone
+    if job.muon and not sharding.enabled:  # DeepSpeed has AdamW alone
         found["moments"] -= 4.0 * parts.num_muon
     found["copies"] = step.copies
     found["features"] = job.token_bytes * load.tokens
@@ -131,13 +111,13 @@ def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
     return Memory(sharding, placement, found, job.chip.memory, host * here, spilled, job.host_room)
 
 
-def place(job: Job, sharding: Sharding, placement: str) -> Memory:
+def place(job: Job, sharding: DeepSpeedConfig, placement: str) -> Memory:
     """Return the memory of hardware.target_placement; auto: where the run puts the target."""
     return memory_of(job, sharding, job.placement.kind if placement == "auto" else placement)
 
 
 def refuse_unless_fitting(
-    job: Job, sharding: Sharding, placement: str, plan: Callable[[], str]
+    job: Job, sharding: DeepSpeedConfig, placement: str, plan: Callable[[], str]
 ) -> None:
     """Raise ValueError where training needs more memory than there is, even at the lowest estimate.
 
@@ -183,7 +163,11 @@ def target_activations(shape: Shape, load: Load) -> float:
 
 
 def training_bytes(
-    parts: DrafterCost, sharding: Sharding, ranks: int, low: bool = False, averaged: bool = False
+    parts: DrafterCost,
+    sharding: DeepSpeedConfig,
+    ranks: int,
+    low: bool = False,
+    averaged: bool = False,
 ) -> dict[str, float]:
     """Return the drafter's weights, gradients and optimizer state on one rank.
 
@@ -193,7 +177,7 @@ def training_bytes(
     the weights; 2 shards gradients too; 3 also weights, with the two largest whole at a time.
     Copies of the target's weights are float32 and whole.
     """
-    whole, trained, stage = parts.num_parameters, parts.num_trained, sharding.stage or 0
+    whole, trained, stage = parts.num_parameters, parts.num_trained, sharding.stage
     share, width = 1 / ranks if stage else 1.0, 2.0 if low else 4.0
     found = {
         "weights": width * (whole - trained + trained * (share if stage == 3 else 1))
@@ -201,17 +185,19 @@ def training_bytes(
         "masters": 4.0 * trained * share if stage or low else 0.0,
         "gradients": 4.0 * trained * (share if stage >= 2 else 1),
         "moments": (12.0 if averaged else 8.0) * trained * share,
-        "buckets": 4.0 * sharding.bucket if stage else 0.0,
+        "buckets": 4.0 * int(sharding.zero.get("reduce_bucket_size", BUCKET)) if stage else 0.0,
     }
     if stage == 3:
         found["buckets"] += width * min(LIVE_LAYERS * parts.largest, whole)
-    moved = ["masters", "moments", "gradients"] if sharding.offload else []
-    moved += ["weights"] if sharding.offload_weights else []
+    moved = ["masters", "moments", "gradients"] if sharding.offloads_optimizer else []
+    moved += ["weights"] if sharding.offloads_weights else []
     host = float(sum(found[name] for name in moved))
     return found | dict.fromkeys(moved, 0.0) | {"host": host}
 
 
-def combinations(shardings: Sequence[Sharding], job: Job, asked: str) -> list[tuple[Sharding, str]]:
+def combinations(
+    shardings: Sequence[DeepSpeedConfig], job: Job, asked: str
+) -> list[tuple[DeepSpeedConfig, str]]:
     """Return every way that makes sense: a device map has one process, shards need several.
 
     vLLM is one of them where it is asked for.
@@ -223,5 +209,5 @@ def combinations(shardings: Sequence[Sharding], job: Job, asked: str) -> list[tu
         for sharding in shardings
         if (job.load.ranks > 1 or placement != "zero3")
         and (mapped or placement != "device_map")
-        and (placement != "device_map" or sharding.stage is None)
+        and (placement != "device_map" or not sharding.enabled)
     ]

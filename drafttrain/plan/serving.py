@@ -1,6 +1,6 @@
 """The cost and benefit of a drafter in serving: memory, and speedup by batch from the roofline."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.job import Job
@@ -21,7 +21,6 @@ class Serving:
     plain_s: float
     draft_s: float
     verify_s: float
-    bound: str  # what verification waits for: memory or arithmetic
     acceptance_length: float
     predicted_speedup: float  # at the depth that was asked for
     best_depth: int  # 0: do not speculate
@@ -35,45 +34,18 @@ class Host:
     job: Job
     context: int
     spread: int
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Operations and bytes per second, of all accelerators together."""
-        chip, speed = self.job.chip, self.job.chip.flops[self.job.load.dtype]
-        return (
-            self.spread * speed * chip.serving_efficiency,
-            self.spread * chip.bandwidth * chip.bandwidth_efficiency,
-        )
+    draft_width: float  # bytes of a number of the drafter
+    drafter_bytes: float  # of the weights that the drafter adds to the target
+    cache_bytes: int  # of the target, for one request
+    draft_cache_bytes: float
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of both models' weights."""
         return self.job.target_bytes + self.drafter_bytes
 
-    @property
-    def draft_width(self) -> float:
-        """Bytes of a number of the drafter."""
-        return self.job.parts.served_width or self.job.load.width
-
-    @property
-    def drafter_bytes(self) -> float:
-        """Bytes of the weights that the drafter adds to the target."""
-        return self.job.parts.num_served * self.draft_width
-
-    @property
-    def draft_cache_bytes(self) -> float:
-        """Bytes of the drafter's cache for one request."""
-        return float(self.context * self.job.parts.draft().key_values * self.job.load.width)
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the target's cache for one request."""
-        shape = self.job.shape
-        each = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim
-        return self.context * each * self.job.load.width
-
-    def target_pass(self, batch: int, new: int) -> tuple[float, str]:
-        """Return the seconds of a pass over `new` tokens of each row, and what it waits for."""
+    def target_pass(self, batch: int, new: int) -> float:
+        """Return the seconds of a pass over `new` tokens of each row."""
         shape = self.job.shape
         query = shape.num_attention_heads * shape.head_dim
         per_token = 2 * (shape.num_layers * round(shape.layer.active) + shape.table_parameters)
@@ -81,7 +53,7 @@ class Host:
         embedding = 0 if shape.tie_embeddings else shape.table_parameters * self.job.load.width
         read = self.job.target_bytes * shape.share_read(batch * new)
         read += batch * self.cache_bytes - embedding  # only some rows of it are read
-        return self.one_pass(float(batch * new * per_token), read, 2 * shape.num_layers)
+        return self._seconds(float(batch * new * per_token), read, 2 * shape.num_layers)
 
     def draft(self, batch: int, depth: int) -> float:
         """Return the seconds that the drafter takes for chains of `depth`, reading included."""
@@ -89,30 +61,43 @@ class Host:
         more = self._drafted(batch, further) if further.flops else 0.0
         return self._drafted(batch, first) + (depth - 1) * more
 
+    def cycle(self, batch: int, depth: int) -> float:
+        """Return the seconds of drafting chains of `depth` and verifying them."""
+        return self.draft(batch, depth) + self.target_pass(batch, depth + 1)
+
     def _drafted(self, batch: int, one: Pass) -> float:
         flops = batch * (one.flops + one.flops_per_key * self.context)
         read = one.weights * self.draft_width
         if one.layers:
             read += batch * self.draft_cache_bytes
-        return self.one_pass(float(flops), read, 2 * max(one.layers, 1))[0]
+        return self._seconds(float(flops), read, 2 * max(one.layers, 1))
 
-    def one_pass(self, flops: float, read: float, collectives: int) -> tuple[float, str]:
-        """Return the seconds of a pass that computes and reads so much, and what it waits for."""
-        speed, bandwidth = self.rates
-        arithmetic, memory = flops / speed, read / bandwidth
-        fixed = self.job.chip.pass_s
+    def _seconds(self, flops: float, read: float, collectives: int) -> float:
+        # Reading and arithmetic hide behind each other, whole: optimistic where both take long.
+        chip, fixed = self.job.chip, self.job.chip.pass_s
+        speed = self.spread * chip.flops[self.job.load.dtype] * chip.serving_efficiency
+        bandwidth = self.spread * chip.bandwidth * chip.bandwidth_efficiency
         if self.spread > 1:
-            fixed += collectives * self.job.chip.collective_s
-        bound = "memory" if memory > arithmetic else "arithmetic"
-        return max(arithmetic, memory) + fixed, bound
+            fixed += collectives * chip.collective_s
+        return max(flops / speed, read / bandwidth) + fixed
 
 
 def host_of(job: Job, settings: PlanSettings) -> Host:
     """Return target and drafter on as few accelerators (1, 2, 4, ...) as hold them with room."""
-    heads = job.shape.num_attention_heads
-    alone = Host(job, settings.context, 1)
-    enough = settings.serving_gpus or gpus_to_serve(alone.weight_bytes, job.chip.memory, heads)
-    return replace(alone, spread=enough)
+    shape, parts, context, width = job.shape, job.parts, settings.context, job.load.width
+    each = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim
+    draft_width = parts.served_width or width
+    added = parts.num_served * draft_width
+    heads, memory = shape.num_attention_heads, job.chip.memory
+    return Host(
+        job=job,
+        context=context,
+        spread=settings.serving_gpus or gpus_to_serve(job.target_bytes + added, memory, heads),
+        draft_width=draft_width,
+        drafter_bytes=added,
+        cache_bytes=context * each * width,
+        draft_cache_bytes=float(context * parts.draft().key_values * width),
+    )
 
 
 def as_it_is(shape: Shape, target: Shape, served_bytes: float) -> DrafterCost:
@@ -136,16 +121,11 @@ def as_it_is(shape: Shape, target: Shape, served_bytes: float) -> DrafterCost:
     )
 
 
-def accepted(rate: float, length: float | None, at: int, depth: int) -> float:
-    """Return the acceptance length of chains of `depth`.
+def accepted(rate: float, depth: int) -> float:
+    """Return the acceptance length of chains of `depth` at the same rate in every position.
 
-    (1 - rate^(depth+1)) / (1 - rate) with the same probability at every depth (Leviathan et al.,
-    2022, arXiv:2211.17192, equation 1). A given `length`, at depth `at`, determines the rate.
+    (1 - rate^(depth+1)) / (1 - rate) (Leviathan et al., 2022, arXiv:2211.17192, equation 1).
     """
-    if length is not None:
-        if depth == at:
-            return length
-        rate = rate_of(length, at)
     return sum(rate**i for i in range(depth + 1))
 
 
@@ -154,52 +134,40 @@ def rate_of(length: float, depth: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if accepted(middle, None, 0, depth) < length else (low, middle)
+        low, high = (middle, high) if accepted(middle, depth) < length else (low, middle)
     return (low + high) / 2
 
 
-def serve(host: Host, batch: int, depth: int, rate: float, length: float | None) -> Serving:
+def serve(host: Host, batch: int, depth: int, rate: float) -> Serving:
     """Return acceptance_length * t_plain / (t_draft + t_verify) at `depth`, and the best depth."""
-
-    def speedup(k: int) -> float:
-        cycle = host.draft(batch, k) + host.target_pass(batch, k + 1)[0]
-        return accepted(rate, length, depth, k) * plain / cycle
-
-    plain, _ = host.target_pass(batch, 1)
-    deepest = host.job.parts.max_depth or DEEPEST
-    best = max(range(1, deepest + 1), key=speedup)
-    verify, bound = host.target_pass(batch, depth + 1)
-    pays = speedup(best) > 1
+    plain = host.target_pass(batch, 1)
+    depths = range(1, (host.job.parts.max_depth or DEEPEST) + 1)
+    speedups = {k: accepted(rate, k) * plain / host.cycle(batch, k) for k in (depth, *depths)}
+    best = max(depths, key=lambda k: speedups[k])
+    pays = speedups[best] > 1
     return Serving(
         batch=batch,
         plain_s=plain,
         draft_s=host.draft(batch, depth),
-        verify_s=verify,
-        bound=bound,
-        acceptance_length=accepted(rate, length, depth, depth),
-        predicted_speedup=speedup(depth),
+        verify_s=host.target_pass(batch, depth + 1),
+        acceptance_length=accepted(rate, depth),
+        predicted_speedup=speedups[depth],
         best_depth=best if pays else 0,
-        best_predicted_speedup=speedup(best) if pays else 1.0,
+        best_predicted_speedup=speedups[best] if pays else 1.0,
     )
 
 
-def paying(
-    host: Host, depth: int, rate: float, length: float | None
-) -> tuple[tuple[int, int], ...]:
-    """Return the first and the last batch of each range, up to LARGEST_BATCH, in which it pays.
+def paying(host: Host, most: int, depth: int, rate: float) -> tuple[tuple[int, int], ...]:
+    """Return the first and the last batch of each range, up to `most`, in which it pays.
 
     There may be several: a larger batch reads more experts, and then its arithmetic takes longer.
     """
-    gain = accepted(rate, length, depth, depth)
+    length = accepted(rate, depth)
     found: list[tuple[int, int]] = []
-    for batch in range(1, LARGEST_BATCH + 1):
-        cycle = host.draft(batch, depth) + host.target_pass(batch, depth + 1)[0]
-        if gain * host.target_pass(batch, 1)[0] <= cycle:
-            continue
-        if found and found[-1][1] == batch - 1:
-            found[-1] = found[-1][0], batch
-        else:
-            found.append((batch, batch))
+    for batch in range(1, most + 1):
+        if length * host.target_pass(batch, 1) > host.cycle(batch, depth):
+            first = found.pop()[0] if found and found[-1][1] == batch - 1 else batch
+            found.append((first, batch))
     return tuple(found)
 
 
@@ -207,15 +175,3 @@ def fitting(host: Host) -> int:
     """Return how many requests' caches fit in memory next to target and drafter; at least 1."""
     room = host.spread * host.job.chip.memory * FILLED - host.weight_bytes
     return max(1, int(room / (host.cache_bytes + host.draft_cache_bytes)))
-
-
-def affordable(host: Host, share: float) -> float:
-    """Return how many weights a drafter may have to draft in this share of a plain step (batch 1).
-
-    They are one layer, read or multiplied once; 0 where a pass without weights takes longer.
-    """
-    plain, _ = host.target_pass(1, 1)
-    fixed, _ = host.one_pass(0.0, 0.0, 2)
-    speed, bandwidth = host.rates
-    each = max(host.job.load.width / bandwidth, 2 / speed)
-    return max(0.0, (share * plain - fixed) / each)

@@ -57,8 +57,6 @@ class Shape(TargetSpec):
     """A target as drafters see it, and the number of its weights."""
 
     tie_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
     layer: LayerCount
     quantized_bytes: float | None  # of a matrix's weight, in a checkpoint that comes quantised
 
@@ -192,20 +190,13 @@ def counted(config: ModelConfig, settings: Any) -> Shape:
         if weight.dim() == 3 and weight.shape[0] == experts:
             routed += weight.numel()
     linear = sum(part.weight.numel() for part in layers.modules() if isinstance(part, nn.Linear))
-    active, number = matrices - routed * (1 - share), spec.num_layers
+    totals = {"matrices": matrices, "all": everything, "linear": linear, "routed": routed}
+    totals["active"] = matrices - routed * (1 - share)
+    each = {name: total / spec.num_layers for name, total in totals.items()}
     return Shape(
         **vars(spec),
         tie_embeddings=bool(text.tie_word_embeddings),
-        attention_bias=bool(getattr(text, "attention_bias", False)),
-        mlp_bias=bool(getattr(text, "mlp_bias", False)),
-        layer=LayerCount(
-            active=active / number,
-            matrices=matrices / number,
-            all=everything / number,
-            linear=linear / number,
-            routed=routed / number,
-            chosen=share,
-        ),
+        layer=LayerCount(chosen=share, **each),
         quantized_bytes=quantized_bytes(settings),
     )
 

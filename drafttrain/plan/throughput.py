@@ -44,7 +44,7 @@ def cost(job: Job, found: Memory, stored: bool = False) -> Cost:
 
     stored: features come from the disk, and a target in memory is there for validation only.
     """
-    job = replace(job, muon=job.muon and found.sharding.stage is None)  # DeepSpeed has AdamW alone
+    job = replace(job, muon=job.muon and not found.sharding.enabled)  # DeepSpeed has AdamW alone
     speed = throughput(job, found.placement, stored or found.placement == "stored")
     hours = job.trained_tokens / speed.tokens_per_s / 3600
     # Accelerators wait for each other, and are paid while they do.

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from drafttrain.core.ops.chunked_losses import CHUNK_ELEMENTS, FEWEST_POSITIONS, chunk_limits
@@ -73,36 +75,28 @@ class Pass:
     layers: int  # of attention
 
 
-@dataclass(frozen=True)
-class Line:
-    """Bytes as a linear function of tokens."""
-
-    start: float
-    each: float
-
-    def at(self, tokens: float) -> float:
-        return self.start + self.each * tokens
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
-    """Forward and backward of a micro batch: operations by token, and bytes while it runs."""
+    """Forward and backward of a micro batch: operations by token, and bytes while it runs.
+
+    The last axis of the bytes is (fixed, for each token); the first one is that of allocations.
+    """
 
     flops: float
     flops_per_key: float  # in addition, for each token that a token attends to
     operations: int  # of one micro batch, however many tokens it has
-    kept: Line  # at the end of the forward pass
-    forward: tuple[Line, ...]  # peaks; the largest counts
-    backward: tuple[Line, ...]
+    kept: np.ndarray  # at the end of the forward pass
+    forward: np.ndarray  # after each allocation; the largest counts
+    backward: np.ndarray
     chunk: float  # tokens, trained or not, per chunk of the losses
-    copies: int  # bytes of the weights that autocast rounds, which the lines include
+    copies: int  # bytes of the weights that autocast rounds, which the others include
 
     def peak(self, tokens: float) -> float:
         """Return the bytes besides weights, their copies and gradients, and features."""
-        one = min(tokens, self.chunk)  # the losses take as much for more tokens
-        losses = max(line.at(one) for line in self.forward) - self.kept.at(one)
-        back = max(line.at(tokens) for line in self.backward)
-        return max(self.kept.at(tokens) + losses, back) - self.copies
+        one = [1.0, min(tokens, self.chunk)]  # the losses take as much for more tokens
+        losses = (self.forward @ one).max() - self.kept @ one
+        kept, back = self.kept @ [1.0, tokens], (self.backward @ [1.0, tokens]).max()
+        return float(max(kept + losses, back)) - self.copies
 
 
 @dataclass(frozen=True)
@@ -230,34 +224,23 @@ class Outline(Tensor):
             return not args[0].rare if args[0].dtype == torch.bool else 0
         if op is aten.index:
             args = (args[0], _by_place(args[1]))
-        outer: dict[int, Any] = {}  # whose the meta tensors are
-        args = _inner(args, outer)
-        kwargs = {name: _inner(value, outer) for name, value in (kwargs or {}).items()}
+        outer: dict[int, Tensor] = {}  # whose the meta tensors are
+
+        def inside(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                meta = value.meta if isinstance(value, Outline) else value.to("meta")
+                outer[id(meta)] = value
+                return meta
+            return torch.device("meta") if isinstance(value, torch.device) else value
+
+        def outside(meta: Tensor) -> Tensor:  # an argument is itself
+            return outer[id(meta)] if id(meta) in outer else Outline(meta, op is aten.any)
+
+        args, kwargs = tree_map(inside, (args, kwargs or {}))
         result = _places(args[0]) if op is aten.nonzero else func(*args, **kwargs)
         if Count.current is not None:
             Count.current.see(op, args, kwargs, result)
-        return _outside(result, outer, op is aten.any)
-
-
-# No closures in `__torch_dispatch__`: a recursive one keeps its tensors until garbage collection.
-def _inner(value: Any, outer: dict[int, Any]) -> Any:
-    """Return meta tensors for the tensors of an argument, and note whose they are."""
-    if isinstance(value, Tensor):
-        meta = value.meta if isinstance(value, Outline) else value.to("meta")
-        outer[id(meta)] = value
-        return meta
-    if isinstance(value, list | tuple):
-        return type(value)([_inner(part, outer) for part in value])
-    return torch.device("meta") if isinstance(value, torch.device) else value
-
-
-def _outside(value: Any, outer: dict[int, Any], rare: bool) -> Any:
-    """Return outlines for the meta tensors of a result; an argument is itself."""
-    if isinstance(value, Tensor):
-        return outer[id(value)] if id(value) in outer else Outline(value, rare)
-    if isinstance(value, list | tuple):
-        return type(value)([_outside(part, outer, rare) for part in value])
-    return value
+        return tree_map_only(Tensor, outside, result)
 
 
 def _places(mask: Tensor) -> Tensor:
@@ -360,27 +343,18 @@ def _step(
         )
         for times in (1, 2)
     )
-    pairs = zip([small.kept, *small.history], [large.kept, *large.history], strict=True)
-    kept, *lines = (Line(2 * one - two, (two - one) / tokens) for one, two in pairs)
+    one, two = (np.array([count.kept, *count.history]) for count in (small, large))
+    kept, lines = np.split(np.stack([2 * one - two, (two - one) / tokens], axis=1), [1])
     return Step(
         flops=large.flops / (2 * tokens),
         flops_per_key=large.flops_per_key / (2 * tokens),
         operations=large.operations,
-        kept=kept,
-        forward=_largest(lines[: large.end]),
-        backward=_largest(lines[large.end :]),
+        kept=kept[0],
+        forward=lines[: large.end],
+        backward=lines[large.end :],
         chunk=chunk / share,
         copies=large.copies,
     )
-
-
-def _largest(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Return the lines that are the largest at some number of tokens."""
-    found: list[Line] = []
-    for line in sorted(lines, key=lambda line: (-line.each, -line.start)):
-        if not found or line.start > found[-1].start:
-            found.append(line)
-    return tuple(found)
 
 
 def _traced(

@@ -21,15 +21,11 @@ def count(value: float) -> str:
     return _largest(value, {"T": 1e12, "B": 1e9, "M": 1e6}) or f"{value:,.0f}"
 
 
-def hours(value: float) -> str:
-    """Return hours as days, hours, minutes or seconds."""
-    days = f"{three(value / 24)} days" if value >= 72 else ""
-    return days or _largest(value, {" h": 1, " min": 1 / 60}) or f"{three(value * 3600)} s"
-
-
-def seconds(value: float) -> str:
-    """Return seconds as s, ms or us."""
-    return _largest(value, {" s": 1, " ms": 1e-3}) or f"{three(value * 1e6)} us"
+def duration(seconds: float) -> str:
+    """Return seconds as us, ms, s, min or h, and as days from three days on."""
+    units = {" h": 3600, " min": 60, " s": 1, " ms": 1e-3, " us": 1e-6}
+    days = f"{three(seconds / 86400)} days" if seconds >= 3 * 86400 else ""
+    return days or _largest(seconds, units) or "0 s"
 
 
 def money(dollars: float) -> str:

@@ -13,14 +13,13 @@ from drafttrain.config.sections import PlanConfig
 from drafttrain.plan.advice import Plan, ServingPlan
 from drafttrain.plan.pages import headline, what
 from drafttrain.plan.serving import accepted, fitting
-from drafttrain.plan.units import hours, money
-from drafttrain.report.tables import texts
+from drafttrain.plan.units import duration, money
 
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def planned(*overrides: str) -> ServingPlan:
-    return plan_of(typed(compose("plan", overrides), PlanConfig))[0]
+    return plan_of(typed(compose("plan", overrides), PlanConfig))
 
 
 def test_a_pair_is_planned_by_the_draft_models_configuration_alone() -> None:
@@ -39,12 +38,12 @@ def test_a_pair_is_planned_by_the_draft_models_configuration_alone() -> None:
     fixed = chip.pass_s + 64 * chip.collective_s
     row = plan.serving[0]
     assert row.draft_s == pytest.approx(4 * (one + fixed))
-    length = accepted(0.75, None, 4, 4)
+    length = accepted(0.75, 4)
     assert row.predicted_speedup == pytest.approx(
         length * row.plain_s / (row.draft_s + row.verify_s)
     )
     assert headline(plan).startswith("Fits: target and drafter take 146 GiB of the 316 GiB of 4 x")
-    rows = {cells[0]: cells[1:] for cells in texts(what(plan))}
+    rows = dict(what(plan).items)
     assert "serving the drafter" in rows
     assert not {"training", "features", "checkpoints, on disk"} & rows.keys()
 
@@ -97,18 +96,17 @@ def test_a_plan_says_what_a_million_tokens_cost_and_when_training_is_paid_for() 
     run = ("model=llama70b", "drafter=eagle", "hardware=h100x8", "plan.price_per_hour=2")
     plan = planned(*run)
     assert isinstance(plan, Plan)
-    rows = {cells[0]: cells[1:] for cells in texts(what(plan))}
+    rows = dict(what(plan).items)
     full, gain = plan.full, plan.full.best_predicted_speedup
     assert full.batch == fitting(plan.host)
     assert gain > 1
     plain = 1e6 / (full.batch / full.plain_s) / 3600 * 4 * 2
     repaid = plan.chosen.dollars / (4 * 2 * (gain - 1))
-    assert rows["a million tokens"] == [
-        money(plain / gain),
-        f"not {money(plain)}, at {full.batch} requests and depth {full.best_depth}; pays for "
-        f"training in {hours(repaid)}",
-    ]
+    assert rows["a million tokens"] == (
+        f"{money(plain / gain)} instead of {money(plain)}, at {full.batch} requests and depth "
+        f"{full.best_depth}; pays for training in {duration(3600 * repaid)}"
+    )
     loss = planned(*run, "plan.conditional_acceptance=0.05")
-    assert "where no drafter pays" in str(texts(what(loss)))
+    assert "where no drafter pays" in str(what(loss))
     free = planned(*run[:3], "plan.price_per_hour=0")
-    assert "a million tokens" not in str(texts(what(free)))
+    assert "a million tokens" not in str(what(free))

@@ -16,7 +16,6 @@ from drafttrain.config.compose import compose, load_choice, typed
 from drafttrain.config.sections import EvaluateConfig, RegenerateConfig, TrainConfig, TuneConfig
 from drafttrain.plan.advice import Plan
 from drafttrain.plan.pages import components, headline, what
-from drafttrain.report.tables import texts
 from drafttrain.runtime.ranks import ALONE, Ranks
 from drafttrain.runtime.run_folder import write_config
 from drafttrain.target import placement as placing
@@ -66,7 +65,7 @@ def test_eight_gpus_hold_it_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, 8, ranks=8)
     lines, placement = planned()
     assert placement.kind == "zero3"
-    assert "8 ranks, target sharded (zero3)" in " ".join(lines)
+    assert "8 ranks, target_placement=zero3" in " ".join(lines)
 
 
 def test_two_gpus_cannot_hold_it_and_are_refused_before_anything_is_downloaded(
@@ -87,8 +86,8 @@ def test_one_gpu_is_told_the_device_map_that_the_run_takes(monkeypatch: pytest.M
     lines, placement = planned()
     assert placement.kind == "device_map"
     told = " ".join(lines)
-    assert "target by device map, 76.0 GiB of it on the host" in told
-    assert "whole" not in told
+    assert "and 76.0 GiB of the 358 GiB it may take of each host (1 rank, target_pl" in told
+    assert "target_placement=device_map" in told
     given(monkeypatch, 1, host=64)
     with pytest.raises(
         ValueError, match=r"76\.0 GiB of model=llama70b fit on no accelerator"
@@ -296,7 +295,7 @@ def test_muon_is_planned_by_its_products_and_its_state() -> None:
     """A 70B's EAGLE: 193 TFLOP in Newton-Schulz, a momentum of four bytes instead of two."""
     said = ["model=llama70b", "drafter=eagle", "hardware=h100x8"]
     muon, adamw = (
-        planning.plan_of(typed(compose("plan", [*said, *more]), planning.PlanConfig))[0]
+        planning.plan_of(typed(compose("plan", [*said, *more]), planning.PlanConfig))
         for more in ([], ["optimizer=adamw"])
     )
     parts = muon.job.parts
@@ -307,7 +306,7 @@ def test_muon_is_planned_by_its_products_and_its_state() -> None:
     chip = muon.job.chip
     sent = 4 * parts.num_muon * 7 / 8 / (chip.interconnect * chip.bandwidth_efficiency)
     assert more == pytest.approx(largest / (0.4 * 989.4e12) + sent)
-    zero = [other for other in muon.others if other.memory.sharding.stage is not None]
+    zero = [other for other in muon.others if other.memory.sharding.enabled]
     assert {other.speed.optimizer_s for other in zero} == {adamw.chosen.speed.optimizer_s}
     held = [plan.chosen.memory.parts["moments"] for plan in (adamw, muon)]
     assert held[0] - held[1] == 4 * parts.num_muon
@@ -316,23 +315,22 @@ def test_muon_is_planned_by_its_products_and_its_state() -> None:
 
 def test_plan_says_disk_login_epochs_and_what_evaluating_takes() -> None:
     said = ["model=llama70b", "drafter=eagle", "hardware=h100x8", "plan.tokens=262144000"]
-    plan = planning.plan_of(typed(compose("plan", said), planning.PlanConfig))[0]
-    rows = {row[0]: row[1:] for row in texts(what(plan))}
-    assert rows["weights, on disk"] == [
-        "141 GB",
-        "from meta-llama/Llama-3.3-70B-Instruct, gated: needs a login (hf auth login)",
-    ]
-    assert rows["checkpoints, on disk"][0] == "23.8 GB"  # three of weights and Muon's momentum
-    assert rows["training"][1].endswith("; 5.00 epochs")
-    assert rows["evaluating"] == ["131 GiB", "and 263 GiB for a float32 copy, where that fits"]
-    plan = planning.plan_of(typed(compose("plan", said[:3]), planning.PlanConfig))[0]
-    assert "plan.tokens tells how many epochs that is" in str(texts(what(plan)))
+    plan = planning.plan_of(typed(compose("plan", said), planning.PlanConfig))
+    rows = dict(what(plan).items)
+    assert rows["weights, on disk"] == (
+        "141 GB from meta-llama/Llama-3.3-70B-Instruct, gated: needs a login (hf auth login)"
+    )
+    assert rows["checkpoints, on disk"].startswith("23.8 GB")  # of weights and Muon's momentum
+    assert rows["training"].endswith("; 5.00 epochs")
+    assert rows["evaluating"] == "131 GiB, and 263 GiB for a float32 copy, where that fits"
+    plan = planning.plan_of(typed(compose("plan", said[:3]), planning.PlanConfig))
+    assert "plan.tokens tells how many epochs that is" in str(what(plan))
 
 
 def test_a_plan_obeys_stored_features_as_the_check_before_training_does() -> None:
     def plan(*words: str) -> Plan:
         told = ["hardware=h100x8", *words] if "=stored_70b" not in words[0] else words
-        found = plan_of(typed(compose("plan", told), planning.PlanConfig))[0]
+        found = plan_of(typed(compose("plan", told), planning.PlanConfig))
         assert isinstance(found, Plan)
         return found
 
@@ -354,15 +352,13 @@ def test_a_device_map_counts_the_memory_of_the_host() -> None:
     def plan(*words: str) -> Plan:
         base = [*HEADLINE, "hardware=h100x1", "hardware.target_placement=device_map"]
         told = [*base, "hardware.micro_batch=1", *words]
-        found = plan_of(typed(compose("plan", told), planning.PlanConfig))[0]
+        found = plan_of(typed(compose("plan", told), planning.PlanConfig))
         assert isinstance(found, Plan)
         return found
 
-    memory = plan().chosen.memory
-    assert memory.spilled > 70 * 2**30
+    assert plan().chosen.memory.spilled > 70 * 2**30
     assert "GiB of each host" in headline(plan())
     assert plan("plan.host_gib=256").chosen.memory.fits
     assert not plan("plan.host_gib=64").chosen.memory.fits
     assert headline(plan("plan.host_gib=64")).startswith("Does NOT fit")
-    shown = components(plan(), "device_map")
-    assert any(row[0] == "on the host" for row in shown.rows)
+    assert any(row[0] == "on the host" for row in components(plan()).rows)

@@ -46,32 +46,26 @@ from drafttrain.plan import accelerator, shapes
 from drafttrain.plan.accelerator import host_memory, matching
 from drafttrain.plan.job import Job, feature_bytes
 from drafttrain.plan.memory import (
-    Sharding,
     memory_of,
     place,
     target_activations,
     training_bytes,
 )
-from drafttrain.plan.pages import headline, pieces, printed, tables
-from drafttrain.plan.serving import (
-    accepted,
-    affordable,
-    fitting,
-    host_of,
-    paying,
-    rate_of,
-    serve,
-)
+from drafttrain.plan.pages import blocks, headline, serving
+from drafttrain.plan.serving import accepted, fitting, host_of, paying, rate_of, serve
 from drafttrain.plan.shapes import Shape, inflated, shape_of
 from drafttrain.plan.shapes import settings_of as configuration_of
 from drafttrain.plan.throughput import LAYER_OPERATIONS, Throughput, cost
 from drafttrain.plan.trace import DrafterCost, Load, UnknownCostError, trace
+from drafttrain.report.results import Table
+from drafttrain.report.tables import rich_table
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.run_folder import write_config
 from drafttrain.target.model import load_target
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.models import EMBEDDED
 from drafttrain.training.engine.build import build_engine
+from drafttrain.training.engine.config import DeepSpeedConfig
 
 PUBLISHED = {  # parameters, as the weights' files hold them
     "llama8b": 8_030_261_248,
@@ -84,7 +78,14 @@ SIZES = (
     *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_embeddings"),
 )
-PLAIN = Sharding("none", None, False, False, 0)
+PLAIN = load_choice("deepspeed", "none")
+
+
+def zero(stage: int, offload: bool = False) -> DeepSpeedConfig:
+    """A stage of ZeRO without buffers."""
+    keys = {"stage": stage, "reduce_bucket_size": 0}
+    keys |= {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    return DeepSpeedConfig(name="x", enabled=True, config={"zero_optimization": keys})
 
 
 def within(planned: float, measured: float) -> bool:
@@ -135,7 +136,7 @@ def traced(
 @functools.cache
 def planned(*overrides: str) -> Any:
     """The plan of these settings, which no test may change."""
-    return plan_of(typed(compose("plan", overrides), PlanConfig))[0]
+    return plan_of(typed(compose("plan", overrides), PlanConfig))
 
 
 def job_planned(*overrides: str) -> Job:
@@ -421,8 +422,7 @@ def test_what_an_engine_holds_between_steps_is_as_planned(name: str, low: bool) 
             engine.step(1e-4)
         del losses
         held = tracked.now - bytes_of(step.inputs())
-    section = load_choice("deepspeed", name)
-    sharding = Sharding.of(section)
+    sharding = load_choice("deepspeed", name)
     counted = training_bytes(step.parts, sharding, 1, low)
     kept = ["weights", "masters", "moments"]
     kept += ["gradients", "buckets"] if sharding.stage == 3 else []
@@ -449,7 +449,6 @@ def test_the_headline_is_planned_as_the_arithmetic_says() -> None:
     # Two operations per weight of the layers, and no more than a fifth for attention.
     assert 1.0 < plan.chosen.speed.target_flops / (2 * 68.4e9) < 1.2
     assert 5 < plan.chosen.hours < 100
-    assert any("zero3 puts 16.4 GiB" in text for text in plan.advice)
 
 
 def test_plan_is_printed_in_100_columns_and_written(
@@ -461,7 +460,12 @@ def test_plan_is_printed_in_100_columns_and_written(
     text = capsys.readouterr().out
     printed = text.partition(f"plan: {folder}")[0]
     assert max(len(line) for line in printed.splitlines()) <= 100
-    for words in ("70,553,706,496", "optimizer's state", "too much", "best depth", "It does with"):
+    for words in (
+        "70,553,706,496",
+        "optimizer's state",
+        "does speculation pay",
+        "It does with",
+    ):
         assert words in printed, words
     assert "…" not in printed
     data = json.loads((folder / "plan.json").read_text())
@@ -477,17 +481,15 @@ def test_plan_is_printed_in_100_columns_and_written(
     assert printed.startswith("Does NOT fit: ")
     page = (folder / "plan.html").read_text()
     assert data["headline"] in page
-    assert '<div class="card bad"><p class="label">Memory</p><p class="value">Does not' in page
-    assert page.index("<svg") < page.index("<table"), "a picture first"
-    memory = [line for line in page.split("<h2>") if line.startswith("Memory of each")]
-    assert "target whole on each" in memory[0], "what was asked for comes first"
+    assert "Memory of each h100" in page
 
 
 def test_the_headline_says_fit_time_cost_and_speedup() -> None:
     plan = planned("model=llama70b", "hardware=h100x8")
     assert re.fullmatch(
-        r"Fits: 5\d\.\d GiB of the 79\.0 GiB of each h100, target sharded \(zero3\), "
-        r"deepspeed=none\. Training takes \d+\.\d h and \$\d+\. Serving 1 request is then "
+        r"Fits: 5\d\.\d GiB of the 79\.0 GiB of each h100 \(8 ranks, target_placement=zero3, "
+        r"deepspeed=none\)\. Training takes \d+\.\d h and \$\d+, at [\d,]+ tokens/s\. Serving 1 "
+        r"request is then "
         r"\d\.\d\d times as fast at depth \d, predicted\. The acceptance length, 3\.05 at depth "
         r"4, is assumed: plan\.acceptance_length or run\.dir takes a measured one\.",
         headline(plan),
@@ -540,14 +542,14 @@ def test_stored_features_take_what_others_say_theirs_take() -> None:
 def test_sharding_moves_bytes_and_loses_none() -> None:
     job = planned("model=llama8b", "hardware=h100x8").job
     for stage, moved in ((1, ("moments",)), (2, ("moments", "gradients"))):
-        alone = training_bytes(job.parts, Sharding("x", stage, False, False, 0), 1)
-        eighth = training_bytes(job.parts, Sharding("x", stage, False, False, 0), 8)
+        alone = training_bytes(job.parts, zero(stage), 1)
+        eighth = training_bytes(job.parts, zero(stage), 8)
         for name in moved:
             assert eighth[name] == alone[name] / 8
         assert eighth["weights"] == alone["weights"]
-    third = training_bytes(job.parts, Sharding("x", 3, False, False, 0), 8)
+    third = training_bytes(job.parts, zero(3), 8)
     assert third["weights"] == 4 * job.parts.num_parameters / 8
-    host = training_bytes(job.parts, Sharding("x", 2, True, False, 0), 8)
+    host = training_bytes(job.parts, zero(2, offload=True), 8)
     assert host["moments"] == host["masters"] == 0
     low = training_bytes(job.parts, PLAIN, 1, low=True)
     assert low["weights"] == 2 * job.parts.num_parameters
@@ -602,7 +604,7 @@ def test_a_target_in_vllm_takes_its_time_and_the_engines_memory() -> None:
     assert shared.chosen.memory.parts["engine"] == pytest.approx(0.5 * 79 * 2**30)
     assert shared.chosen.hours == whole.chosen.hours, "its passes take as long there"
     assert any(cost.memory == shared.chosen.memory for cost in shared.others)
-    assert "target in vLLM" in headline(shared)
+    assert "target_placement=vllm" in headline(shared)
     assert shared.chosen.memory.parts["target"] == shared.job.target_bytes, "to validate"
     apart = planned(*asked, "vllm.devices='8'").chosen.memory
     assert apart.parts["engine"] == 0
@@ -657,7 +659,7 @@ def test_a_pass_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> None
     left = shape.num_layers * layer.routed * 2
     assert shape.bytes(2, "bnb-4bit") > left
     plain = planned(f"model.path={tmp_path}", "hardware=h100x1", "plan.context=1").host
-    few, many = (plain.target_pass(1, new)[0] - plain.job.chip.pass_s for new in (1, 64))
+    few, many = (plain.target_pass(1, new) - plain.job.chip.pass_s for new in (1, 64))
     assert few / many == pytest.approx(shape.share_read(1) / shape.share_read(64), rel=0.2)
 
 
@@ -666,7 +668,7 @@ def test_a_plan_is_of_the_depth_that_the_drafter_has() -> None:
     plan = planned(*heads, "plan.acceptance_length=3.0")
     assert plan.depth == 2
     (length,) = {row.acceptance_length for row in plan.serving}
-    assert length == pytest.approx(accepted(rate_of(3.0, 4), None, 2, 2))
+    assert length == pytest.approx(accepted(rate_of(3.0, 4), 2))
     told = headline(plan)
     assert f"{length:.2f} at depth 2, is plan.acceptance_length's." in told
     assert "assumed" not in told
@@ -683,14 +685,10 @@ def test_quantised_targets_take_less() -> None:
 
 
 def test_acceptance_length_is_that_of_equal_rates() -> None:
-    assert accepted(0.0, None, 4, 4) == 1.0
-    assert accepted(1.0, None, 4, 4) == 5.0
-    assert accepted(0.5, None, 4, 2) == 1.75
-    assert accepted(0.9, 3.3, 4, 4) == 3.3
-    assert rate_of(accepted(0.7, None, 6, 6), 6) == pytest.approx(0.7)
-    assert accepted(0.0, accepted(0.6, None, 5, 5), 5, 3) == pytest.approx(
-        accepted(0.6, None, 3, 3)
-    )
+    assert accepted(0.0, 4) == 1.0
+    assert accepted(1.0, 4) == 5.0
+    assert accepted(0.5, 2) == 1.75
+    assert rate_of(accepted(0.7, 6), 6) == pytest.approx(0.7)
 
 
 def test_speculation_pays_at_small_batches_and_not_at_large_ones() -> None:
@@ -699,15 +697,13 @@ def test_speculation_pays_at_small_batches_and_not_at_large_ones() -> None:
     speedups = [row.predicted_speedup for row in plan.serving]
     assert speedups[0] > 1.5
     assert speedups[-1] < 1
-    assert plan.serving[0].bound == "memory"
-    assert plan.serving[-1].bound == "arithmetic"
     assert plan.serving[-1].best_predicted_speedup >= plan.serving[-1].predicted_speedup
     host = host_of(plan.job, replace(default_settings(), context=512))
-    ((first, edge),) = paying(host, 4, 0.75, None)
+    ((first, edge),) = paying(host, 4096, 4, 0.75)
     assert first == 1
-    assert serve(host, edge, 4, 0.75, None).predicted_speedup > 1
-    assert serve(host, edge + 1, 4, 0.75, None).predicted_speedup <= 1
-    assert paying(host, 4, 0.0, None) == ()
+    assert serve(host, edge, 4, 0.75).predicted_speedup > 1
+    assert serve(host, edge + 1, 4, 0.75).predicted_speedup <= 1
+    assert paying(host, 4096, 4, 0.0) == ()
 
 
 def test_a_mixture_of_experts_pays_in_ranges_of_batches(tmp_path: Path) -> None:
@@ -720,10 +716,10 @@ def test_a_mixture_of_experts_pays_in_ranges_of_batches(tmp_path: Path) -> None:
     edges = {edge for pair in plan.paying for edge in pair}
     for batch in edges | {edge + step for edge in edges for step in (-1, 1)} - {0}:
         pays = any(first <= batch <= last for first, last in plan.paying)
-        assert (serve(plan.host, batch, 4, 0.75, None).predicted_speedup > 1) == pays, batch
+        fits = batch <= fitting(plan.host)
+        assert (fits and serve(plan.host, batch, 4, 0.75).predicted_speedup > 1) == pays, batch
     assert plan.paying[0][0] > 1, "one request reads more experts for more tokens"
-    told = next(text for text in plan.advice if text.startswith("Speculation"))
-    assert f"{plan.paying[0][0]} to " in told
+    assert f"pays at {plan.paying[0][0]} to " in serving(plan).notes[0]
 
 
 def test_speculation_is_weighed_for_no_batch_that_the_memory_cannot_hold() -> None:
@@ -732,11 +728,8 @@ def test_speculation_is_weighed_for_no_batch_that_the_memory_cannot_hold() -> No
     each = 2048 * (32 * 2 * 8 * 128 * 2) + 2048 * 4096  # the target's cache, and the drafter's
     weights = plan.job.target_bytes + plan.job.parts.num_parameters * 2
     assert most * each <= 0.9 * 79 * 2**30 - weights < (most + 1) * each
-    assert plan.paying == ((1, 4096),)
-    assert any(f"every batch whose cache fits ({most} requests" in t for t in plan.advice)
-    beyond = planned("model=llama70b", "hardware=h100x8")  # would pay at more than fit
-    assert fitting(beyond.host) < beyond.paying[0][1]
-    assert any("every batch whose cache fits" in text for text in beyond.advice)
+    assert plan.paying == ((1, most),)
+    assert f"pays at 1 to {most} requests" in serving(plan).notes[0]
 
 
 def test_copies_of_the_targets_layers_are_held_and_read_by_a_drafter_that_drafts_with_them() -> (
@@ -749,30 +742,12 @@ def test_copies_of_the_targets_layers_are_held_and_read_by_a_drafter_that_drafts
     assert plan.host.drafter_bytes == 2 * (parts.num_parameters + copied)
     for one in (parts.draft().first, parts.draft().further):
         assert one.weights == copied + attention + 128256 * 4096  # and the target's head
-    assert any("The drafter has 6.0% of the target's weights" in text for text in plan.advice)
-
-
-def test_the_size_that_a_drafter_may_have_costs_what_it_says() -> None:
-    plan = planned("model=llama70b", "hardware=h100x8")
-    host, weights = plan.host, affordable(plan.host, 0.1)
-    read = weights * 2 / (4 * 3350e9 * 0.8)
-    plain, _ = host.target_pass(1, 1)
-    assert read + 100e-6 + 2 * 15e-6 == pytest.approx(0.1 * plain)
-    assert any("weights keep a drafted token below 10%" in text for text in plan.advice)
-    slow = replace(host, job=replace(host.job, chip=replace(host.job.chip, pass_s=1.0)))
-    assert affordable(slow, 0.1) == 0
-
-
-def test_advice_cuts_no_vocabulary_that_is_small_already() -> None:
-    text = " ".join(planned("hardware=cpu").advice)
-    assert "A drafted token is expensive here: try a smaller drafter.intermediate_size" in text
-    assert "draft_vocab_size" not in text
 
 
 def test_a_given_acceptance_length_is_what_is_counted_with() -> None:
     plan = planned("model=llama8b", "hardware=h100x1", "plan.acceptance_length=2.5")
-    assert {row.acceptance_length for row in plan.serving} == {2.5}
     row = plan.serving[0]
+    assert row.acceptance_length == pytest.approx(2.5)
     assert row.predicted_speedup == pytest.approx(2.5 * row.plain_s / (row.draft_s + row.verify_s))
 
 
@@ -964,7 +939,7 @@ def test_train_from_stored_features_foresees_no_pass_of_the_target(
     online, stored = said(), said("features=stored", "features.dir=x")
     alone = said("features=stored", "features.dir=x", "features.validate=false")
     assert speed(stored) == speed(alone) > 1.1 * speed(online)
-    assert "target whole on each" in stored
+    assert "target_placement=device" in stored
     assert "stored features, no target" in alone
 
 
@@ -973,10 +948,11 @@ def test_a_narrow_terminal_loses_no_number(width: int) -> None:
     plan = planned("model=llama70b", "hardware=h100x8")
     into = io.StringIO()
     console = Console(width=width, file=into)
-    for content in tables(plan):
+    for content in blocks(plan):
+        if not isinstance(content, Table):
+            continue
         before = into.tell()
-        for piece in pieces(content, console):
-            console.print(printed(piece))
+        console.print(rich_table(content))
         shown = into.getvalue()[before:]
         assert "\u2026" not in shown, content.title
         words = {word for row in content.rows for cell in row for word in cell.split()}
@@ -1044,12 +1020,12 @@ def test_a_machines_memory_is_that_of_its_own_ranks(monkeypatch: pytest.MonkeyPa
         return memory_of(job, PLAIN, "device"), foresee(config)[0]
 
     alone, lines = planned(1, 1)
-    assert "(1 rank, target whole" in lines[1]
+    assert "(1 rank, target_placement=device" in lines[1]
     both, lines = planned(2, 2)
     assert both.parts == {name: 2 * size for name, size in alone.parts.items()}
     apart, lines = planned(8, 2)
     assert apart.parts == both.parts
-    assert "(8 ranks, 2 on each machine, target whole" in lines[1]
+    assert "(8 ranks, 2 on each machine, target_placement=device" in lines[1]
     assert planned(8, None)[0].parts["target"] == 4 * both.parts["target"], "who knows where"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     stated = replace(config.hardware, ranks=2)

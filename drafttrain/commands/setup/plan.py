@@ -20,12 +20,12 @@ from drafttrain.data.conversations import HubConfig, JsonlConfig, SelfgenConfig
 from drafttrain.drafters.base import DrafterConfig
 from drafttrain.drafters.shared.model_source import in_drafters_words
 from drafttrain.plan.accelerator import Accelerator, accelerator, matching, processor
-from drafttrain.plan.advice import ServingPlan, build_plan, plan_serving
+from drafttrain.plan.advice import ServingPlan, plan_serving, plan_training
 from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.job import Job
-from drafttrain.plan.memory import Sharding, place, refuse_unless_fitting
+from drafttrain.plan.memory import place, refuse_unless_fitting
 from drafttrain.plan.pages import short_form
-from drafttrain.plan.serving import accepted, as_it_is, rate_of
+from drafttrain.plan.serving import as_it_is, rate_of
 from drafttrain.plan.shapes import Shape, inflated, settings_of, shape_of
 from drafttrain.plan.throughput import cost
 from drafttrain.plan.trace import DrafterCost, Load, UnknownCostError, trace
@@ -53,66 +53,56 @@ from drafttrain.target.vllm.config import VllmConfig
 
 SETTLING = 2  # first lines of metrics, left out: the run still compiles and fills caches
 FASTEST = 1e12  # tokens per second: no machine reaches it, so a file that has more is wrong
-GUESS = "a guess, until plan.measured names a run"
 PLAIN_TEXT = re.compile(r"[A-Za-z/~.][\w/~.-]*")  # which the command line takes without quotes
 MEASURE_S, GLANCE_S = 0.15, 0.02  # seconds to time products on a CPU, and as long for memory
 
 
-def plan_of(config: PlanConfig) -> tuple[ServingPlan, str]:
-    """Return the whole plan and the source of its efficiency; ValueError where none can be made."""
-    settings, source = config.plan, GUESS
+def plan_of(config: PlanConfig) -> ServingPlan:
+    """Return the whole plan; ValueError where none can be made."""
+    settings = config.plan
     chip = accelerator_of(config.hardware, MEASURE_S)
     if settings.measured is not None:
         chip = replace(chip, efficiency=measured_efficiency(Path(settings.measured), chip))
-        source = f"measured in {settings.measured}"
     job = job_of(config, settings, chip)
-    names = config.drafter.name, config.model.name
-    settings, measured = with_measured_acceptance(settings, *names)
+    plan = plan_serving(job, settings, *acceptance_of(settings, job.drafter, config.model.name))
     if not config.drafter.trainable:
-        return plan_serving(job, settings, measured), source
-    shardings = [Sharding.of(load_choice("deepspeed", name)) for name in choices("deepspeed")]
-    own = Sharding.of(config.deepspeed)
-    if own not in shardings:
-        shardings.append(own)
-    order = sorted(shardings, key=lambda way: (way.stage is not None, way.stage or 0, way.offload))
-    asked = _asked(config)
-    plan = build_plan(job, settings, own, asked[0], order, measured, asked[1])
+        return plan
+    shardings = [load_choice("deepspeed", name) for name in choices("deepspeed")]
+    if config.deepspeed not in shardings:
+        shardings.append(config.deepspeed)
+    shardings.sort(key=lambda way: (way.enabled, way.stage, way.offloads_optimizer))
+    placement, stored = _asked(config)
+    plan = plan_training(plan, config.deepspeed, placement, shardings, stored)
     if config.hardware.accelerator and config.hardware.ranks == AUTO and job.load.ranks == 1:
         text = "One rank is planned: hardware.ranks=8, or the launcher of the run, says how many."
         plan = replace(plan, advice=(text, *plan.advice))
-    return plan, source
+    return plan
 
 
 def _asked(config: PlanConfig | TrainConfig) -> tuple[str, bool]:
     """Return where the target is to go, "stored" for nowhere, and whether features are stored."""
-    features = config.features
-    stored = isinstance(features, StoredFeaturesConfig)
-    nowhere = isinstance(features, StoredFeaturesConfig) and not features.validate
-    return "stored" if nowhere else config.hardware.target_placement, stored
+    features, placement = config.features, config.hardware.target_placement
+    if not isinstance(features, StoredFeaturesConfig):
+        return placement, False
+    return placement if features.validate else "stored", True
 
 
-def with_measured_acceptance(
-    settings: PlanSettings, drafter: str, target: str
-) -> tuple[PlanSettings, str]:
-    """Return the settings with the acceptance length of plan.run's report, and whose it is.
+def acceptance_of(settings: PlanSettings, drafter: str, target: str) -> tuple[float, str]:
+    """Return the chance of each drafted token if the one before came through, and who measured it.
 
-    The report named "default" counts, else the first one of chains, if it is of this drafter and
-    this target; "" where none was measured.
-    A length at another depth than plan.depth is converted as if all positions were accepted alike.
+    A given length comes first, then plan.run's report: the one named "default" counts, else the
+    first one of chains, if it is of this drafter and this target. "" where none was measured.
     """
     if settings.acceptance_length is not None:
-        return settings, "plan.acceptance_length's"
+        return rate_of(settings.acceptance_length, settings.depth), "plan.acceptance_length's"
     reports = {} if settings.run is None else read_run(Path(settings.run))[1]
     for name, report in sorted(reports.items(), key=lambda one: one[0] != "default"):
         length = report.summary.acceptance_length.micro
         same = (report.drafter, report.target) == (drafter, target)
         if length is not None and not report.tree and same:
-            rate = rate_of(length, report.depth)
-            length = accepted(rate, length, report.depth, settings.depth)
-            return replace(settings, acceptance_length=length), (
-                f"by the report {shown(name)} of {settings.run}"
-            )
-    return settings, ""
+            measured = f"by the report {shown(name)} of {settings.run}"
+            return rate_of(length, report.depth), measured
+    return settings.conditional_acceptance, ""
 
 
 def foresee(config: TrainConfig, ranks: Ranks = ALONE) -> tuple[list[str], Placement | None]:
@@ -127,7 +117,7 @@ def foresee(config: TrainConfig, ranks: Ranks = ALONE) -> tuple[list[str], Place
 
 
 def _foreseen(config: TrainConfig, free: int) -> tuple[list[str], dict[str, str] | None]:
-    hardware, own = config.hardware, Sharding.of(config.deepspeed)
+    hardware, own = config.hardware, config.deepspeed
     chip = accelerator_of(hardware, GLANCE_S, free)
     try:
         job = job_of(config, default_settings(), chip, free)
@@ -426,12 +416,11 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
     rows = read_metrics(file) if file.is_file() else []
     told = [row.get(SPEED) for row in rows]
     speeds = [x for x in told if isinstance(x, int | float) and 0 < x < FASTEST]
-    for holds, what in (
-        (speeds, f"tokens/s in its {METRICS_FILE}"),
-        ((folder / PROVENANCE).is_file(), f"a {PROVENANCE}"),
-    ):
-        if not holds:
-            raise ValueError(f"plan.measured must be a run with {what}, got {folder}")
+    if not speeds or not (folder / PROVENANCE).is_file():
+        raise ValueError(
+            f"plan.measured must be a run with tokens/s in its {METRICS_FILE}, and a {PROVENANCE}, "
+            f"got {folder}"
+        )
     machine = read_typed(_HardwareProvenance, folder / PROVENANCE).hardware
     if bool(machine.gpus) == chip.is_cpu:
         raise ValueError(
@@ -440,6 +429,6 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
         )
     job = job_of(config, default_settings(), replace(chip, efficiency=1.0, launch_s=0.0))
     placement, stored = _asked(config)
-    found = place(job, Sharding.of(config.deepspeed), placement)
+    found = place(job, config.deepspeed, placement)
     ideal = cost(job, found, stored).speed.tokens_per_s
     return float(median(speeds[SETTLING:] or speeds)) / ideal
