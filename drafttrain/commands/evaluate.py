@@ -11,9 +11,10 @@ from drafttrain.config.sections import EvaluateConfig
 from drafttrain.evaluation.config import TunedEval
 from drafttrain.evaluation.evaluate import Setup, evaluate_drafter
 from drafttrain.evaluation.record import SETTINGS, keep, settings_of
-from drafttrain.report.pages import REPORT_FILES, pictures, write_report
+from drafttrain.report.pages import REPORT_FILES, write_report
 from drafttrain.report.results import Report
 from drafttrain.report.tables import adaptation_table, rich_table, summary_table, witness_table
+from drafttrain.report.write import pictures
 from drafttrain.runtime.run_folder import CONFIG, provenance
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import destination, open_tracker, require_tracker
@@ -39,10 +40,10 @@ def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
     record_evaluation(config)
     report, results, journals = evaluate_drafter(setup, place, provenance())
     keep(place, settings_of(config, setup.subject))
-    write_report(report, place)
+    figures = write_report(report, place)
     if served is not None:  # our own measurements are on disk even if vLLM fails
         report = witnessed(report, results, config, setup, served, place / "vllm")
-        write_report(report, place)
+        figures = write_report(report, place)
     for journal in journals:
         journal.finish()
     console.print(rich_table(summary_table(report)))
@@ -63,7 +64,7 @@ def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
     tracker.table(f"evaluation/{settings.name}", *evaluation_table(report))
     files = [setup.folder / CONFIG, *(place / name for name in (*REPORT_FILES, SETTINGS))]
     tracker.keep(f"report/{settings.name}", "report", files)
-    tracker.pictures(f"report/{settings.name}", lambda: pictures(report))
+    tracker.pictures(f"report/{settings.name}", lambda: pictures(figures))
     tracker.finish()
 
 

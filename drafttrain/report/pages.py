@@ -1,8 +1,7 @@
 """The pages of a report on disk."""
 
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from drafttrain.report.document import Block, Document, Listing, Outputs, Tile, flagged, notes
 from drafttrain.report.outputs import WRITERS
@@ -31,21 +30,19 @@ from drafttrain.report.tables import (
 from drafttrain.report.verdict import is_serious
 from drafttrain.report.write import write_pages
 
+if TYPE_CHECKING:
+    from drafttrain.report.plots import Figure
+
 REPORT_FILES = ("report.json", "report.md", "report.html")
 
 
-def write_report(report: Report, folder: Path) -> None:
-    """Write report.json, report.md and report.html; each appears whole or not at all."""
+def write_report(report: Report, folder: Path) -> list["Figure"]:
+    """Write report.json, report.md and report.html, each as a whole; return the figures."""
     from drafttrain.report.plots import report_figures  # matplotlib takes a second
 
-    write_pages(folder, "report", report_document(report), report_figures(report), report)
-
-
-def pictures(report: Report) -> dict[str, np.ndarray]:
-    """Return the figures of a report by title, as bytes, "height width 3"."""
-    from drafttrain.report.plots import report_figures
-
-    return {figure.title: figure.pixels() for figure in report_figures(report)}
+    figures = report_figures(report)
+    write_pages(folder, "report", report_document(report), figures, report)
+    return figures
 
 
 def report_document(report: Report) -> Document:

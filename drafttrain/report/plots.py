@@ -21,7 +21,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from drafttrain.report.comparison import Comparison
 from drafttrain.report.phrases import cell, count, number, sentence, speed
 from drafttrain.report.results import (
     PLAIN,
@@ -670,49 +669,3 @@ def gain_axes(axes: Axes, x: str, y: str) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-
-
-QUANTITIES = {
-    "speedup": (
-        "times plain decoding, 95 % interval",
-        "Tokens per second over the plain loop's of the same run; the dashed line is no gain.",
-    ),
-    "acceptance_length": (
-        "tokens per draft, 95 % interval",
-        "Tokens per draft, bonus counted; the dashed line is plain decoding.",
-    ),
-}
-
-
-def comparison_figures(comparison: Comparison) -> list[Figure]:
-    """Return the figures: both quantities of every row, and their differences to the baseline."""
-    looks = {
-        row.method: (KINDS[i % len(KINDS)], MARKS[i // len(KINDS) % len(MARKS)])
-        for i, row in enumerate(comparison.rows)
-    }
-    found: list[Figure] = []
-    for quantity, (unit, caption) in QUANTITIES.items():
-        title = quantity.replace("_", " ").capitalize()
-        of_all = {row.method: getattr(row.summary, quantity) for row in comparison.rows}
-        if any(value.value is not None for value in of_all.values()):
-            series = [
-                Series(
-                    method,
-                    *looks[method],
-                    {method: value},
-                    {method: value.by_run} if len(value.by_run) > 1 else {},
-                )
-                for method, value in of_all.items()
-            ]
-            found.append(dots(title, caption, series, unit, even=1.0, lesser="single runs"))
-        differences = []
-        for pair in comparison.versus.values():
-            of_tasks = {task: getattr(part, quantity) for task, part in pair.by_name.items()}
-            known = {task: value for task, value in of_tasks.items() if value.value is not None}
-            differences.append(Series(pair.method, *looks[pair.method], known))
-        if any(one.values for one in differences):
-            against = f"difference to {comparison.baseline}"
-            title, unit = f"{title}: {against}", f"{against}, 95 % interval"
-            caption = "By task; an interval that crosses the dashed line decides nothing."
-            found.append(dots(title, caption, differences, unit, even=0.0, from_zero=False))
-    return found

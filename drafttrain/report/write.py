@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
@@ -20,6 +21,8 @@ from drafttrain.runtime.untrusted_input import escaped, shown
 
 if TYPE_CHECKING:
     from drafttrain.report.plots import Figure  # matplotlib takes a second
+
+LONG = 28  # characters; a longer cell takes several lines
 
 
 def as_data(value: Any) -> Any:
@@ -58,18 +61,17 @@ def write_pages(
     return folder / f"{name}.html"
 
 
+def pictures(figures: Sequence["Figure"]) -> dict[str, np.ndarray]:
+    """Return figures by title, as bytes, "height width 3"."""
+    return {figure.title: figure.pixels() for figure in figures}
+
+
 def write_texts(files: Mapping[str, str], folder: Path) -> None:
     """Write files by name into a folder; each appears whole or not at all."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_whole(folder / name, text)
-
-
-if TYPE_CHECKING:
-    from drafttrain.report.plots import Figure  # matplotlib takes a second
-
-LONG = 28  # characters; a longer cell takes several lines
 
 
 def html(document: Document, figures: Sequence["Figure"] = ()) -> str:

@@ -10,13 +10,13 @@ from test_report import built, many_prompts
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
-from drafttrain.evaluation.compare_runs import compare_runs
 from drafttrain.report.build import certified, sweep_point
-from drafttrain.report.comparison_pages import write_comparison
+from drafttrain.report.comparison import compare_runs, comparison_document, comparison_figures
 from drafttrain.report.config import CompareSettings, VerdictSettings
 from drafttrain.report.pages import write_report
 from drafttrain.report.results import Check, Divergence, ExtraMemory, LosslessCheck, TimingInfo
 from drafttrain.report.tables import certificate_table, sweep_table
+from drafttrain.report.write import write_pages
 
 GOLDEN = ROOT / "tests" / "golden"
 DIVERGENCE = Divergence(prompt="prompt 1", position=3, gap=0.25, noise=1e-5, tie=False)
@@ -107,7 +107,9 @@ def fixed_files(place: Path) -> dict[str, str]:
         name="ours",
         dir="compared",
     )
-    write_comparison(compare_runs(settings, {"command": "compare"}), place / "compared")
+    found = compare_runs(settings, {"command": "compare"})
+    document, figures = comparison_document(found), comparison_figures(found)
+    write_pages(place / "compared", "compare", document, figures, found)
     files = (place / "a/evaluations/default/report.json", place / "compared/compare.json")
     return {file.name: file.read_text() for file in files}
 
