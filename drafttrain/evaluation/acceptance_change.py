@@ -11,7 +11,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import DraftMethod, decoders, first_turn
 from drafttrain.report.bootstrap import Resampling
-from drafttrain.report.metrics import Pairs, by_draft, length_difference, ratio
+from drafttrain.report.metrics import PER_DRAFT, Columns, ratio
 from drafttrain.report.phrases import bounds, drawn, number, signed, things
 from drafttrain.report.results import BeforeAfter, Estimate
 from drafttrain.runtime.terminal import followed
@@ -38,19 +38,19 @@ def acceptance_change(
         for name, drafter in (("before", before), ("after", after))
     ]
     decode = decoders(target, methods, config, config.sampling, seed)
-    counted: dict[MethodKey, Pairs] = {method.key: [] for method in methods}
+    counted: dict[MethodKey, Columns] = {
+        method.key: {"yielded": [], "drafts": []} for method in methods
+    }
     for row, prompt in enumerate(followed("acceptance", prompts)):
         tokens = first_turn(prompt, target, template)
-        for key, pairs in counted.items():
+        for key, columns in counted.items():
             (decoded,) = at_once(decode[key]([tokens], rows=[row], rule=LOSSLESS))
-            pairs.append(by_draft(decoded.stats.trimmed))
+            columns["yielded"].append(decoded.stats.trimmed.yielded)
+            columns["drafts"].append(decoded.stats.trimmed.num_drafts)
     old, new = counted.values()
-    lengths = [
-        Estimate(ratio(sum(tokens for tokens, _ in pairs), sum(of for _, of in pairs)), None)
-        for pairs in (old, new)
-    ]
-    difference = length_difference(new, old, Resampling(config.resamples, seed))
-    return BeforeAfter(lengths[0], lengths[1], difference)
+    lengths = (Estimate(ratio(sum(c["yielded"]), sum(c["drafts"])), None) for c in (old, new))
+    difference = PER_DRAFT.difference([new], [old], Resampling(config.resamples, seed))
+    return BeforeAfter(*lengths, difference)
 
 
 def change_statement(found: BeforeAfter, num_prompts: int, config: EvalConfig) -> str:

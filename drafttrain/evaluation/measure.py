@@ -23,9 +23,8 @@ from drafttrain.decode.rows import Passes, at_once, check_tokens, context_of, in
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measurements import Key, Measurements
-from drafttrain.report.pairs import BEFORE
-from drafttrain.report.pass_times import PassTimes
-from drafttrain.report.results import PLAIN
+from drafttrain.report.results import BEFORE, PLAIN
+from drafttrain.report.totals import PassTimes
 from drafttrain.runtime.load import Busy, LoadWatch
 from drafttrain.runtime.terminal import console, progress, working
 from drafttrain.target.model import Target

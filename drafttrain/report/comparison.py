@@ -13,8 +13,7 @@ from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.config import CompareSettings
 from drafttrain.report.definitions import comparison_definitions
 from drafttrain.report.document import Document, Listing, flagged, notes
-from drafttrain.report.metrics import ACCEPTANCE_LENGTH, SPEEDUP, Spread, mean_ratio
-from drafttrain.report.pairs import at_pass_time, by_scope
+from drafttrain.report.metrics import ACCEPTANCE_LENGTH, SPEEDUP, Spread, at_pass_time, mean_ratio
 from drafttrain.report.phrases import (
     NOTHING,
     bounds,
@@ -50,7 +49,7 @@ from drafttrain.report.runs import (
     training_statement,
 )
 from drafttrain.report.tables import Column, table
-from drafttrain.report.totals import Key
+from drafttrain.report.totals import Key, by_scope
 from drafttrain.report.write import as_data
 
 if TYPE_CHECKING:
@@ -454,7 +453,6 @@ def comparison_document(comparison: Comparison) -> Document:
             _numbers_table(comparison),
             table("Methods, on all prompts", "", "method", METHODS, methods),
             *_slower_targets_table(comparison),
-            *_positions_table(comparison),
         ],
         rest=[
             notes("Other differences", others),
@@ -530,6 +528,7 @@ def _numbers_table(comparison: Comparison) -> Table:
     columns = ["task", "method", "prompts"]
     for name in ("acceptance length", "speedup"):
         columns += [f"{name}, 95 %", "range", f"minus {comparison.baseline}, 95 %"]
+    columns.append("per position")
     rows: list[list[Cell]] = []
     for task in ("all", *comparison.prompts.tasks):
         for row in comparison.rows:
@@ -540,10 +539,11 @@ def _numbers_table(comparison: Comparison) -> Table:
                 several = len(measured.by_run) > 1 and measured.range is not None
                 spread = " to ".join(map(number, measured.range or [])) if several else NOTHING
                 line += [measured, spread, _to_baseline(comparison, row, task, quantity)]
-            rows.append(line)
+            rows.append([*line, numbers.acceptance_per_position])
     caption = (
         "Intervals: 95 %, bootstrap over prompts; differences are paired by prompt. range: over "
-        "training seeds, or over the runs beside which a reference was measured."
+        "training seeds, or over the runs beside which a reference was measured. per position: "
+        "acceptance, mean over runs."
     )
     return Table("Methods, task by task", caption, columns, rows)
 
@@ -564,18 +564,6 @@ def _slower_targets_table(comparison: Comparison) -> list[Table]:
         "taken to last as long as a plain one."
     )
     return [Table("At the cost of slower targets", caption, columns, rows)]
-
-
-def _positions_table(comparison: Comparison) -> list[Table]:
-    """Return the acceptance by position of every method and task; nothing if none is known."""
-    rows: list[list[Cell]] = [
-        [task, row.method, rates]
-        for task in ("all", *comparison.prompts.tasks)
-        for row in comparison.rows
-        if (rates := row.by_name[task].acceptance_per_position)
-    ]
-    columns = ["task", "method", "acceptance per position"]
-    return [Table("Acceptance by position", "Means over runs.", columns, rows)] if rows else []
 
 
 METHODS: list[Column[ComparedMethod]] = [
@@ -646,23 +634,17 @@ def comparison_figures(comparison: Comparison) -> list["Figure"]:
     from drafttrain.report.plots import KINDS, MARKS, Series, dots  # matplotlib takes a second
 
     looks = {
-        row.method: (KINDS[i % len(KINDS)], MARKS[i // len(KINDS) % len(MARKS)])
-        for i, row in enumerate(comparison.rows)
+        pair.method: (KINDS[i % len(KINDS)], MARKS[i // len(KINDS) % len(MARKS)])
+        for i, pair in enumerate(comparison.versus.values())
     }
     found: list["Figure"] = []
     for quantity, (unit, caption) in FIGURES.items():
         title = quantity.replace("_", " ").capitalize()
-        of_all = {row.method: getattr(row.summary, quantity) for row in comparison.rows}
-        if any(value.value is not None for value in of_all.values()):
-            series = [
-                Series(
-                    method,
-                    *looks[method],
-                    {method: value},
-                    {method: value.by_run} if len(value.by_run) > 1 else {},
-                )
-                for method, value in of_all.items()
-            ]
+        values = {row.method: getattr(row.summary, quantity) for row in comparison.rows}
+        if any(value.value is not None for value in values.values()):
+            runs = {method: value.by_run for method, value in values.items()}
+            several = {method: each for method, each in runs.items() if len(each) > 1}
+            series = [Series("mean over runs", "drafter", "o", values, several)]
             found.append(dots(title, caption, series, unit, even=1.0, lesser="single runs"))
         differences = []
         for pair in comparison.versus.values():
@@ -673,5 +655,5 @@ def comparison_figures(comparison: Comparison) -> list["Figure"]:
             against = f"difference to {comparison.baseline}"
             title, unit = f"{title}: {against}", f"{against}, 95 % interval"
             caption = "By task; an interval that crosses the dashed line decides nothing."
-            found.append(dots(title, caption, differences, unit, even=0.0, from_zero=False))
+            found.append(dots(title, caption, differences, unit, even=0.0))
     return found

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.core.types import brief
-from drafttrain.report.metrics import Columns
-from drafttrain.report.pairs import Measured, measured_of
+from drafttrain.report.metrics import Columns, Measured, measured_of
 from drafttrain.report.phrases import things
 from drafttrain.report.results import SCHEMA_VERSION, Measurement, Report, TimingInfo
 from drafttrain.report.totals import Key
@@ -291,15 +290,11 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
     for group in groups.values():
         names = [run.name for run in group]
         add([_common(names), " + ".join(names)], False, group[0].report.drafter, group)
-    for (drafter, *told), group in references.items():
+    for (drafter, *how), group in references.items():
         alike = [key[1:] for key in references if key[0] == drafter]
-        apart = [
-            one
-            for one, all_of in zip(told, zip(*alike, strict=True), strict=True)
-            if len(set(all_of)) > 1
-        ]
-        full = ", ".join(filter(None, (drafter, *told, "reference")))
-        names = [", ".join(filter(None, (drafter, *apart))), full, f"{full} of {group[0].folder}"]
+        apart = [one for place, one in enumerate(how) if len({key[place] for key in alike}) > 1]
+        full = ", ".join((drafter, *how, "reference"))
+        names = [", ".join((drafter, *apart)), full, f"{full} of {group[0].folder}"]
         add(names, True, drafter, group)
     return methods
 

@@ -11,8 +11,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from drafttrain.report.document import Document
-from drafttrain.report.markdown import LONGEST_TEXT, markdown
+from drafttrain.report.document import LONGEST_TEXT, Document, markdown
 from drafttrain.report.phrases import positions, value_and_range
 from drafttrain.report.results import Badge, Cell, Change, Estimate, Table
 from drafttrain.report.tables import texts

@@ -35,7 +35,7 @@ from drafttrain.report.comparison import (
 )
 from drafttrain.report.config import CompareSettings
 from drafttrain.report.definitions import COMPARED, DEFINITIONS
-from drafttrain.report.markdown import markdown as text_of
+from drafttrain.report.document import markdown as text_of
 from drafttrain.report.phrases import cell
 from drafttrain.report.results import Change, Check, Estimate, LosslessCheck, TimingInfo
 from drafttrain.report.tables import rich_table
