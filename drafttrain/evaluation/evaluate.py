@@ -102,7 +102,7 @@ def evaluate_drafter(
     stop, measurements made under other conditions are not reused. record: provenance.
     """
     parts, prompts, config, seed = setup.parts, setup.prompts, setup.settings, setup.seed
-    timing = setup.timing
+    timing, resampling = setup.timing, Resampling(config.resamples, seed)
     lossless, section = losslessness(setup)
     timed, name = parts.timed_drafter, parts.drafter_name
     methods = methods_of({**parts.references, name: timed}, config)
@@ -166,20 +166,10 @@ def evaluate_drafter(
                 stolen=measured.load.stolen,
                 delayed=measured.delayed,
             )
-        for depth in config.every_depth:
+        at: dict[str, Any] = {"temperature": temperature, "batch_size": batch_size}
+        for depth in config.every_depth if config.sweeps else ():
             here = at_depth(results, depth)
-            if config.sweeps:
-                points.append(
-                    sweep_point(
-                        here,
-                        drafter=name,
-                        depth=depth,
-                        temperature=temperature,
-                        batch_size=batch_size,
-                        resamples=config.resamples,
-                        seed=seed,
-                    )
-                )
+            points.append(sweep_point(here, resampling, drafter=name, depth=depth, **at))
     tables = [certificate_table(section)] if section is not None else []
     if points:
         rules = {
@@ -218,7 +208,7 @@ def evaluate_drafter(
     report = build_report(
         base,
         about,
-        Resampling(config.resamples, seed),
+        resampling,
         config.verdict,
         of_depths=config.every_depth if choosing else [],
         adaptive=config.policy == "adaptive",

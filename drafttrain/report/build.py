@@ -155,16 +155,15 @@ def row_of(
 
 def sweep_point(
     results: Sequence[PromptResult],
+    resampling: Resampling,
     *,
     drafter: str,
     depth: int,
     temperature: float,
     batch_size: int,
-    resamples: int,
-    seed: int,
 ) -> Point:
     """Return the measurements of one point of a sweep, in all and by task."""
-    totals, resampling = collect(results), Resampling(resamples, seed)
+    totals = collect(results)
     rows = method_rows(totals, drafter, depth, resampling)
     beside = LOOKUP in totals and drafter != LOOKUP
     ngram = row_of(totals, LOOKUP, depth, resampling) if beside else None

@@ -26,16 +26,7 @@ from drafttrain.report.phrases import (
     size,
     speed,
 )
-from drafttrain.report.results import (
-    NOT_COMPARED,
-    ByTask,
-    Cell,
-    Change,
-    Flag,
-    Rates,
-    Speeds,
-    Table,
-)
+from drafttrain.report.results import NOT_COMPARED, ByTask, Cell, Change, Flag, Rates, Speeds, Table
 from drafttrain.report.runs import (
     ComparedRun,
     Method,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafttrain.report.document import Document, Listing, Outputs, Tile, flagged, notes
+from drafttrain.report.document import WRONG, Document, Listing, Outputs, Tile, flagged, notes
 from drafttrain.report.outputs import WRITERS
 from drafttrain.report.phrases import (
     NOTHING,
@@ -60,10 +60,7 @@ def report_document(report: Report) -> Document:
         [report.verdict, report.beats_ngram.statement, sentence(report.lossless.statement)],
         conditions_line(report),
         _tiles(report),
-        [
-            verdict_table(report),
-            *flagged(report.flags, MILD),
-        ],
+        [verdict_table(report), *flagged(report.flags, MILD)],
         [
             *([outputs] if report.examples else []),
             *([along_table(report.along_output)] if report.along_output else []),
@@ -110,9 +107,7 @@ def _tiles(report: Report) -> list[Tile]:
     told = "greedy outputs not checked"
     if check.greedy_total:
         told = f"greedy outputs identical to plain decoding in {check.dtype}"
-    failed = check.lossless and not check.identical
-    if report.certificate is not None and report.certificate.lossless:
-        failed = failed or not report.certificate.certified
+    failed = any(flag.kind in WRONG for flag in report.flags)
     return [
         Tile("Speedup", number(row.speedup.value), "\N{MULTIPLICATION SIGN}",
              f"{bounds(row.speedup.ci95)}; predicted {number(row.predicted_speedup)}"),

@@ -17,14 +17,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.image import imread
 
 from drafttrain.report.phrases import cell, count, number, sentence, speed
-from drafttrain.report.results import (
-    PLAIN,
-    Estimate,
-    Example,
-    MethodRow,
-    Report,
-    TrainingCurves,
-)
+from drafttrain.report.results import PLAIN, Estimate, Example, MethodRow, Report, TrainingCurves
 
 WIDTH = 440.0  # in the units of the SVG; the page scales it to its column
 DPI = 72  # what the SVG backend assumes: one point is one unit

@@ -512,8 +512,7 @@ def test_two_prompts_have_no_interval_and_the_pages_say_so(tmp_path: Path):
 def test_every_page_names_the_depth_and_those_it_was_chosen_from(tmp_path: Path):
     settings: dict[str, Any] = {"drafter": "eagle3", "temperature": 0.0, "batch_size": 1}
     points = [
-        sweep_point(many_prompts(), depth=depth, **settings, resamples=100, seed=0)
-        for depth in (2, 4)
+        sweep_point(many_prompts(), Resampling(100, 0), depth=depth, **settings) for depth in (2, 4)
     ]
     report = report_of(many_prompts(), sweep=points, depth=2, of_depths=[2, 4])
     value = report["summary"]["speedup"]["value"]

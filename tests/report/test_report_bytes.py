@@ -10,6 +10,7 @@ from test_report import built, many_prompts
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
+from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.build import certified, sweep_point
 from drafttrain.report.comparison import compare_runs, comparison_document, comparison_figures
 from drafttrain.report.config import CompareSettings, VerdictSettings
@@ -45,7 +46,7 @@ def fixed_results(pace: float = 1.0, seed: int = 0) -> list[PromptResult]:
 def write_fixed(folder: Path, pace: float = 1.0, seed: int = 0) -> None:
     """Write the report of fixed measurements, with every section that a report can have."""
     results = fixed_results(pace, seed)
-    point = {"drafter": "eagle3", "temperature": 0.0, "resamples": 200, "seed": 0}
+    point = {"drafter": "eagle3", "temperature": 0.0, "resampling": Resampling(200, 0)}
     sweep = [
         sweep_point(fixed_results(0.9 * pace, seed), depth=1, batch_size=1, **point),
         sweep_point(results, depth=2, batch_size=1, **point),
