@@ -421,9 +421,9 @@ def acceptance_change(
             columns["yielded"].append(decoded.stats.trimmed.yielded)
             columns["drafts"].append(decoded.stats.trimmed.num_drafts)
     old, new = counted.values()
-    lengths = (Estimate(ratio(sum(c["yielded"]), sum(c["drafts"])), None) for c in (old, new))
+    one, two = (Estimate(ratio(sum(c["yielded"]), sum(c["drafts"])), None) for c in (old, new))
     difference = PER_DRAFT.difference([new], [old], Resampling(config.resamples, seed))
-    return BeforeAfter(*lengths, difference)
+    return BeforeAfter(one, two, difference)
 
 
 def change_statement(found: BeforeAfter, num_prompts: int, config: EvalConfig) -> str:

@@ -290,10 +290,10 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
     for group in groups.values():
         names = [run.name for run in group]
         add([_common(names), " + ".join(names)], False, group[0].report.drafter, group)
-    for (drafter, *how), group in references.items():
+    for (drafter, *told), group in references.items():
         alike = [key[1:] for key in references if key[0] == drafter]
-        apart = [one for place, one in enumerate(how) if len({key[place] for key in alike}) > 1]
-        full = ", ".join((drafter, *how, "reference"))
+        apart = [one for place, one in enumerate(told) if len({key[place] for key in alike}) > 1]
+        full = ", ".join((drafter, *told, "reference"))
         names = [", ".join((drafter, *apart)), full, f"{full} of {group[0].folder}"]
         add(names, True, drafter, group)
     return methods

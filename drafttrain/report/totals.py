@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from drafttrain.core.types import Counters, MethodKey, PromptResult
 from drafttrain.report.results import PLAIN, Measurement, OutsideCounts, Seconds
@@ -224,22 +224,15 @@ def _totals(
 
 def _outside(results: Sequence[PromptResult]) -> OutsideCounts | None:
     """Return the counts outside repetition; None if an engine did not record its cycles."""
-    total, num_target_passes = Counters(), 0
+    counts = []
     for result in results:
         cycles, counters = result.stats.cycles, result.stats.trimmed
         if counters.num_drafts and not cycles:
             return None
         drafted = sum(num_draft_tokens for _, num_draft_tokens, _ in cycles)
         assert drafted == counters.num_draft_tokens, "the cycles are those of the trimmed counters"
-        here, passes = outside_repetition(result.tokens, cycles)
-        total, num_target_passes = total + here, num_target_passes + passes
-    return OutsideCounts(
-        num_target_passes,
-        total.num_drafts,
-        total.num_draft_tokens,
-        total.num_accepted_tokens,
-        total.num_cut_drafts,
-    )
+        counts.append(outside_repetition(result.tokens, cycles))
+    return OutsideCounts(*(sum(column) for column in zip(*map(astuple, counts), strict=True)))
 
 
 def repeats(tokens: Sequence[int]) -> list[bool]:
@@ -258,8 +251,8 @@ def repeats(tokens: Sequence[int]) -> list[bool]:
 
 def outside_repetition(
     tokens: Sequence[int], cycles: Sequence[tuple[int, int, int]]
-) -> tuple[Counters, int]:
-    """Return the counters and target passes that began where the output does not repeat itself.
+) -> OutsideCounts:
+    """Return the counts of drafts and passes that began where the output does not repeat itself.
 
     cycles: (output position of the cycle's first token, drafted, accepted), the latter two trimmed
     as in `Counters`; a cycle without drafted tokens is a pass, but not a draft. A cycle is outside
@@ -267,15 +260,12 @@ def outside_repetition(
     the output.
     """
     flags = repeats(tokens)
-    counters, num_target_passes = Counters(), 0
     starts = [*(position for position, *_ in cycles), len(tokens)]
-    for (position, num_draft_tokens, num_accepted_tokens), end in zip(
-        cycles, starts[1:], strict=True
-    ):
-        if flags[position]:
-            continue
-        num_target_passes += 1
-        if num_draft_tokens:
-            cut = end - position == num_accepted_tokens
-            counters.add(num_draft_tokens, num_accepted_tokens, cut=cut)
-    return counters, num_target_passes
+    passes = [
+        (drafted, accepted, end - position == accepted)  # cut: no token of its own came last
+        for (position, drafted, accepted), end in zip(cycles, starts[1:], strict=True)
+        if not flags[position]
+    ]
+    drafts = [one for one in passes if one[0]]
+    drafted, accepted, cut = (sum(one[part] for one in drafts) for part in range(3))
+    return OutsideCounts(len(passes), len(drafts), drafted, accepted, cut)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 from test_report import (
-    counters,
     html,
     many_prompts,
     markdown,
@@ -22,11 +21,18 @@ from test_report import (
     two_prompts,
 )
 
-from drafttrain.core.types import Counters, PromptResult
+from drafttrain.core.types import PromptResult
 from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.metrics import PER_DRAFT
-from drafttrain.report.results import Change, Estimate, ExtraMemory, LosslessCheck, Point
+from drafttrain.report.results import (
+    Change,
+    Estimate,
+    ExtraMemory,
+    LosslessCheck,
+    OutsideCounts,
+    Point,
+)
 from drafttrain.report.tables import where_it_pays
 from drafttrain.report.totals import collect, outside_repetition, repeats
 from drafttrain.report.verdict import decide
@@ -279,9 +285,9 @@ def test_repetition_is_marked_where_it_stands() -> None:
 def test_drafts_that_begin_in_repetition_are_left_out() -> None:
     # Cycles: (1..3) two accepted, (4) none, (5..7) two accepted, (8) begins in repetition, (9..).
     cycles = [(1, 2, 2), (4, 2, 0), (5, 2, 2), (8, 2, 0), (9, 2, 1)]
-    assert outside_repetition(LOOP, cycles) == (counters([(2, 2), (2, 0), (2, 2), (2, 1)]), 4)
+    assert outside_repetition(LOOP, cycles) == OutsideCounts(4, 4, 8, 5)
     # A pass without drafted tokens is no draft, wherever it stands.
-    assert outside_repetition(LOOP, [(1, 0, 0), (8, 0, 0)]) == (Counters(), 1)
+    assert outside_repetition(LOOP, [(1, 0, 0), (8, 0, 0)]) == OutsideCounts(1, 0, 0, 0)
 
 
 def looping(method: str, name: str, drafts: list[tuple[int, int]] | None) -> PromptResult:
