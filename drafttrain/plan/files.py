@@ -12,6 +12,7 @@ from drafttrain.plan.throughput import Cost
 from drafttrain.plan.units import GIB
 from drafttrain.report.document import Document
 from drafttrain.report.document import notes as listed
+from drafttrain.report.plots import memory_figure
 from drafttrain.report.write import write_pages
 
 FILES = ("plan.json", "plan.md", "plan.html")
@@ -19,8 +20,6 @@ FILES = ("plan.json", "plan.md", "plan.html")
 
 def write_plan(plan: ServingPlan, folder: Path, source: str) -> None:
     """Write plan.json, plan.md and plan.html, with every way to shard by component."""
-    from drafttrain.report.plots import memory_figure  # matplotlib takes a second
-
     first, *rest = tables(plan)
     figures = []
     if isinstance(plan, Plan):
@@ -42,11 +41,7 @@ def write_plan(plan: ServingPlan, folder: Path, source: str) -> None:
         [headline(plan)],
         tiles=tiles(plan) if isinstance(plan, Plan) else [],
         first=[listed("Advice", list(plan.advice))],
-        rest=[
-            first,
-            *rest,
-            listed("What the numbers assume", notes(plan, source)),
-        ],
+        rest=[first, *rest, listed("What the numbers assume", notes(plan, source))],
     )
     write_pages(folder, "plan", document, figures, as_data(plan))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drafttrain.core.types import brief
 from drafttrain.report.bootstrap import Resampling
@@ -26,6 +26,7 @@ from drafttrain.report.phrases import (
     size,
     speed,
 )
+from drafttrain.report.plots import KINDS, MARKS, Figure, Series, dots
 from drafttrain.report.results import NOT_COMPARED, ByTask, Cell, Change, Flag, Rates, Speeds, Table
 from drafttrain.report.runs import (
     ComparedRun,
@@ -42,9 +43,6 @@ from drafttrain.report.runs import (
 from drafttrain.report.tables import Column, table
 from drafttrain.report.totals import Key, by_scope
 from drafttrain.report.write import as_data
-
-if TYPE_CHECKING:
-    from drafttrain.report.plots import Figure  # matplotlib takes a second
 
 SCHEMA_VERSION = 1
 FILES = ("compare.json", "compare.md", "compare.html")
@@ -620,15 +618,13 @@ def comparison_table(
     return columns, rows
 
 
-def comparison_figures(comparison: Comparison) -> list["Figure"]:
+def comparison_figures(comparison: Comparison) -> list[Figure]:
     """Return the figures: both quantities of every row, and their differences to the baseline."""
-    from drafttrain.report.plots import KINDS, MARKS, Series, dots  # matplotlib takes a second
-
     looks = {
         pair.method: (KINDS[i % len(KINDS)], MARKS[i // len(KINDS) % len(MARKS)])
         for i, pair in enumerate(comparison.versus.values())
     }
-    found: list["Figure"] = []
+    found: list[Figure] = []
     for quantity, (unit, caption) in FIGURES.items():
         title = quantity.replace("_", " ").capitalize()
         values = {row.method: getattr(row.summary, quantity) for row in comparison.rows}

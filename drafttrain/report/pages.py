@@ -1,7 +1,6 @@
 """The pages of a report on disk."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drafttrain.report.document import WRONG, Document, Listing, Outputs, Tile, flagged, notes
 from drafttrain.report.outputs import WRITERS
@@ -15,6 +14,7 @@ from drafttrain.report.phrases import (
     speed,
     things,
 )
+from drafttrain.report.plots import Figure, report_figures
 from drafttrain.report.results import Report
 from drafttrain.report.tables import (
     along_table,
@@ -28,19 +28,14 @@ from drafttrain.report.tables import (
 )
 from drafttrain.report.write import write_pages
 
-if TYPE_CHECKING:
-    from drafttrain.report.plots import Figure
-
 REPORT_FILES = ("report.json", "report.md", "report.html")
 # Kinds of flags that put no number in doubt: few timing blocks, a busy machine, and greedy outputs
 # that rounding changed in the dtype of the timing (a check that failed is flagged itself).
 MILD = ("timing", "busy", "outputs_differing")
 
 
-def write_report(report: Report, folder: Path) -> list["Figure"]:
+def write_report(report: Report, folder: Path) -> list[Figure]:
     """Write report.json, report.md and report.html, each as a whole; return the figures."""
-    from drafttrain.report.plots import report_figures  # matplotlib takes a second
-
     figures = report_figures(report)
     write_pages(folder, "report", report_document(report), figures, report)
     return figures

@@ -7,17 +7,16 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
-from matplotlib import style
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
-from matplotlib.image import imread
 
 from drafttrain.report.phrases import cell, count, number, sentence, speed
 from drafttrain.report.results import PLAIN, Estimate, Example, MethodRow, Report, TrainingCurves
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WIDTH = 440.0  # in the units of the SVG; the page scales it to its column
 DPI = 72  # what the SVG backend assumes: one point is one unit
@@ -81,7 +80,7 @@ class Figure:
     title: str
     caption: str
     height: int
-    draw: Callable[[Axes], None]
+    draw: Callable[["Axes"], None]
 
     @property
     def name(self) -> str:
@@ -102,10 +101,15 @@ class Figure:
 
     def pixels(self) -> np.ndarray:
         """Return it in the colours of a light page: bytes, "height width 3"."""
+        from matplotlib.image import imread
+
         image = imread(io.BytesIO(self._saved("png", dpi=2 * DPI)))
         return np.round(255 * image[..., :3]).astype(np.uint8)
 
     def _saved(self, form: str, **how: Any) -> bytes:
+        from matplotlib import style  # which takes a second: only where something is drawn
+        from matplotlib.figure import Figure as Canvas
+
         content = io.BytesIO()
         look = {**STYLE, "svg.hashsalt": self.name}
         # After a reset, which ignores the user's matplotlibrc.
@@ -124,7 +128,7 @@ def _short(name: str) -> str:
     return line if len(line) <= LABEL_LIMIT else f"{line[: LABEL_LIMIT - 1]}…"
 
 
-def legend(axes: Axes, drawn: Mapping[str, Any]) -> None:
+def legend(axes: "Axes", drawn: Mapping[str, Any]) -> None:
     """Name what was drawn, above the picture."""
     names = [_short(name) for name in drawn]
     columns = len(names) if sum(map(len, names)) <= 50 else 2  # short names fit in one line
@@ -133,7 +137,7 @@ def legend(axes: Axes, drawn: Mapping[str, Any]) -> None:
         axes.figure.legend(drawn.values(), names, loc="outside upper left", ncols=columns)
 
 
-def rows_axis(axes: Axes, names: Sequence[str], highest: float, unit: str) -> None:
+def rows_axis(axes: "Axes", names: Sequence[str], highest: float, unit: str) -> None:
     """Give the picture one row per name, from the top, and a scale from 0 below them."""
     axes.set(xlim=(0, highest * 1.02 or 1.0), ylim=(len(names) - 0.5, -0.5), xlabel=unit)
     axes.set_yticks(range(len(names)), [_short(name) for name in names])
@@ -149,7 +153,7 @@ def height_of(names: Collection[str], bars: int) -> int:
 
 
 def write(
-    axes: Axes, x: float, y: float, words: str, shift: tuple[int, int] = (5, 0), **look: Any
+    axes: "Axes", x: float, y: float, words: str, shift: tuple[int, int] = (5, 0), **look: Any
 ) -> None:
     """Write next to a point: to its right, or shifted by `shift`."""
     look = {"va": "center_baseline", **look}
@@ -203,7 +207,7 @@ def dots(
     low, high = bounds(points, [end for value in known for end in value.ci95 or []])
     room = 0.02 * (high - low) or 1.0
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         drawn: dict[str, Any] = {}
         for index, (row, sharing) in enumerate(on.items()):
             for place, one in enumerate(sharing):
@@ -246,7 +250,7 @@ def stacked(
     end = max(totals) if limit is None else min(max(limit, *totals), 1.5 * limit)
     digits = 2 if limit is None else 1
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         rows_axis(axes, list(bars), end, unit)
         drawn: dict[str, Any] = {}
         left = np.zeros(len(bars))
@@ -352,7 +356,7 @@ def cycle_figure(report: Report, rows: Mapping[str, MethodRow]) -> Figure:
 def time_figure(examples: Sequence[Example], drafter: str) -> Figure:
     """Return a figure of tokens against time of example outputs, plain and drafted."""
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         drawn: dict[str, Any] = {}
         for place, example in enumerate(examples, start=1):
             for name, times, colour, line, up in (
@@ -378,7 +382,7 @@ def training_figure(curves: TrainingCurves) -> Figure:
     """Return a figure of the loss by step, and on a second axis what validation measured."""
     loss, *validations = curves.series
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         looks = [("plain", "", "-"), ("drafter", "o", "-"), ("third", "D", "--")]
         drawn: dict[str, Any] = {}
         right = axes.twinx() if validations else axes
@@ -412,7 +416,7 @@ def acceptance_figure(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -
     def known(rates: Sequence[float | None]) -> list[tuple[int, float]]:
         return [(at, rate) for at, rate in enumerate(rates, start=1) if rate is not None]
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         drawn: dict[str, Any] = {}
         words: dict[str, Any] = {"ha": "center", "va": "baseline", "fontsize": 11}
         for place, (method, kind) in enumerate(kinds.items()):
@@ -453,7 +457,7 @@ def speed_figure(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str
     thick = 0.84 / len(bars)
     highest = max(value or 0.0 for values in bars.values() for value in values)
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         rows_axis(axes, list(drafter), highest, "tokens per second")
         drawn: dict[str, Any] = {}
         for place, (method, values) in enumerate(bars.items()):
@@ -481,7 +485,7 @@ def sweep_figure(points: Sequence[tuple[float, int, int, float | None, float | N
         line = lines.setdefault(name + f", T {temperature:g}" * several, [])
         line.append((ticks.index(depth if by_depth else size), value, predicted or 0.0))
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         drawn: dict[str, Any] = {}
         for place, (name, line) in enumerate(lines.items()):
             at, values, expected = zip(*line, strict=True)

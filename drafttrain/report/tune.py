@@ -6,6 +6,7 @@ from pathlib import Path
 
 from drafttrain.report.document import Document, notes
 from drafttrain.report.phrases import number
+from drafttrain.report.plots import sweep_figure
 from drafttrain.report.results import Table
 from drafttrain.report.tables import Column, table
 from drafttrain.report.write import write_pages
@@ -120,8 +121,6 @@ def write_tuning(
     remarks: list[str],
 ) -> Path:
     """Write tuned.md and tuned.html into the run's folder; return the page."""
-    from drafttrain.report.plots import sweep_figure  # matplotlib takes a second
-
     chosen, *rest = tune_tables(predictions, choices)
     document = Document(
         "depths, predicted and measured",
