@@ -196,16 +196,17 @@ def plain_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Pictures of reports are drawn but not written out, which takes most of a report's time."""
     if "real_pictures" in request.fixturenames:
         return
-    from drafttrain.report import plots
+    from matplotlib.figure import Figure
 
-    class Unwritten(plots.Canvas):
-        def savefig(self, content: Any, *, format: str, **how: Any) -> None:
-            if format != "svg":
-                super().savefig(content, format=format, **how)
-            else:
-                content.write(b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"></svg>')
+    written = Figure.savefig
 
-    monkeypatch.setattr(plots, "Canvas", Unwritten)
+    def savefig(self: Figure, content: Any, *, format: str, **how: Any) -> None:
+        if format != "svg":
+            written(self, content, format=format, **how)
+        else:
+            content.write(b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"></svg>')
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
 
 
 @pytest.fixture

@@ -4,14 +4,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from drafttrain.config.sections import CompareConfig
-from drafttrain.evaluation.compare_runs import compare_runs, comparison_table
-from drafttrain.report.comparison_pages import (
+from drafttrain.report.comparison import (
     FILES,
+    compare_runs,
+    comparison_document,
+    comparison_figures,
     comparison_summary,
-    pictures,
-    write_comparison,
+    comparison_table,
 )
 from drafttrain.report.tables import rich_table
+from drafttrain.report.write import pictures, write_pages
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.run_folder import provenance, refuse_foreign
@@ -29,13 +31,13 @@ def compare(config: CompareConfig) -> None:
     with working("comparing"):
         comparison = compare_runs(settings, provenance())
     with hold(place, "compare.dir", "compare", console.print):
-        write_comparison(comparison, place)
+        document, figures = comparison_document(comparison), comparison_figures(comparison)
+        html = write_pages(place, "compare", document, figures, comparison)
         console.print(rich_table(comparison_summary(comparison)))
-        html = place / "compare.html"
         console.print(f"comparison: {html} (the same in compare.md, compare.json)")
         told = {"run": {"name": settings.name}} | asdict(config)
         tracker = open_tracker(config.tracker, place, config=told, command="compare", append=True)
         tracker.table(f"comparison/{settings.name}", *comparison_table(comparison))
         tracker.keep(f"compared/{settings.name}", "report", [place / name for name in FILES])
-        tracker.pictures(f"compared/{settings.name}", lambda: pictures(comparison))
+        tracker.pictures(f"compared/{settings.name}", lambda: pictures(figures))
         tracker.finish()

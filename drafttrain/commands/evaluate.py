@@ -9,11 +9,12 @@ from drafttrain.commands.setup.vllm_witness import served_by_vllm, witnessed
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import EvaluateConfig
 from drafttrain.evaluation.config import TunedEval
-from drafttrain.evaluation.evaluate import Setup, evaluate_drafter
+from drafttrain.evaluation.evaluate import evaluate_drafter
 from drafttrain.evaluation.record import SETTINGS, keep, settings_of
-from drafttrain.report.pages import REPORT_FILES, pictures, write_report
+from drafttrain.report.pages import REPORT_FILES, write_report
 from drafttrain.report.results import Report
 from drafttrain.report.tables import adaptation_table, rich_table, summary_table, witness_table
+from drafttrain.report.write import pictures
 from drafttrain.runtime.run_folder import CONFIG, provenance
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import destination, open_tracker, require_tracker
@@ -29,42 +30,38 @@ def evaluate(config: EvaluateConfig) -> None:
     result, overwrite = place / "report.json", config.eval.overwrite
     ways = "keep both by eval.name=OTHER_NAME, or replace it by eval.overwrite=true"
     with held_setup(config, place, "eval.name", result, overwrite, ways) as setup:
-        evaluate_held(replace(config, eval=setup.settings), setup, place)
-
-
-def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
-    """Measure what is set up, and write the report to a folder that this command has locked."""
-    settings = setup.settings
-    served = served_by_vllm(config, setup) if settings.engine == "vllm" else None
-    record_evaluation(config)
-    report, results, journals = evaluate_drafter(setup, place, provenance())
-    keep(place, settings_of(config, setup.subject))
-    write_report(report, place)
-    if served is not None:  # our own measurements are on disk even if vLLM fails
-        report = witnessed(report, results, config, setup, served, place / "vllm")
-        write_report(report, place)
-    for journal in journals:
-        journal.finish()
-    console.print(rich_table(summary_table(report)))
-    if report.adaptation is not None:
-        console.print(rich_table(adaptation_table(report.adaptation)))
-        console.print(report.adaptation.statement)
-    if report.vllm is not None:
-        console.print(rich_table(witness_table(report.vllm)))
-    if report.certificate is not None:
-        console.print(f"certificate: {report.certificate.statement}")
-    console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
-    if setup.checkpoint is not None and not isinstance(settings, TunedEval):
-        console.print(f"next: {follow_up('tune', f'run.dir={setup.folder}')}")
-    told = asdict(config)
-    tracker = open_tracker(
-        config.tracker, setup.folder, config=told, command="evaluate", append=True
-    )
-    tracker.table(f"evaluation/{settings.name}", *evaluation_table(report))
-    files = [setup.folder / CONFIG, *(place / name for name in (*REPORT_FILES, SETTINGS))]
-    tracker.keep(f"report/{settings.name}", "report", files)
-    tracker.pictures(f"report/{settings.name}", lambda: pictures(report))
-    tracker.finish()
+        settings = setup.settings
+        config = replace(config, eval=settings)
+        served = served_by_vllm(config, setup) if settings.engine == "vllm" else None
+        record_evaluation(config)
+        report, results, journals = evaluate_drafter(setup, place, provenance())
+        keep(place, settings_of(config, setup.subject))
+        figures = write_report(report, place)
+        if served is not None:  # our own measurements are on disk even if vLLM fails
+            report = witnessed(report, results, config, setup, served, place / "vllm")
+            figures = write_report(report, place)
+        for journal in journals:
+            journal.finish()
+        console.print(rich_table(summary_table(report)))
+        if report.adaptation is not None:
+            console.print(rich_table(adaptation_table(report.adaptation)))
+            console.print(report.adaptation.statement)
+        if report.vllm is not None:
+            console.print(rich_table(witness_table(report.vllm)))
+        if report.certificate is not None:
+            console.print(f"certificate: {report.certificate.statement}")
+        console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
+        if setup.checkpoint is not None and not isinstance(settings, TunedEval):
+            console.print(f"next: {follow_up('tune', f'run.dir={setup.folder}')}")
+        told = asdict(config)
+        tracker = open_tracker(
+            config.tracker, setup.folder, config=told, command="evaluate", append=True
+        )
+        tracker.table(f"evaluation/{settings.name}", *evaluation_table(report))
+        files = [setup.folder / CONFIG, *(place / name for name in (*REPORT_FILES, SETTINGS))]
+        tracker.keep(f"report/{settings.name}", "report", files)
+        tracker.pictures(f"report/{settings.name}", lambda: pictures(figures))
+        tracker.finish()
 
 
 def evaluation_table(report: Report) -> tuple[list[str], list[list[str | float | None]]]:

@@ -23,8 +23,13 @@ from drafttrain.core.types import changed_part
 from drafttrain.data.evaluation_prompts import load_prompts
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.engines import CONVERTER
-from drafttrain.evaluation.acceptance_change import acceptance_change, change_statement
-from drafttrain.evaluation.measure import check_depths, fitting, spread
+from drafttrain.evaluation.measure import (
+    acceptance_change,
+    change_statement,
+    check_depths,
+    fitting,
+    spread,
+)
 from drafttrain.evaluation.tune_choice import TUNED, read_tuned
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.formats.write.config import ExportSettings

@@ -6,7 +6,6 @@ from drafttrain.commands.setup.evaluation import held_setup
 from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import TuneConfig
-from drafttrain.evaluation.evaluate import Setup
 from drafttrain.evaluation.record import keep, settings_of
 from drafttrain.evaluation.tune import choose, tune_drafter
 from drafttrain.evaluation.tune_choice import TUNED, write_tuned
@@ -24,33 +23,28 @@ def tune(config: TuneConfig) -> None:
     ways = f"move {file} elsewhere to keep both, or replace it by tune.overwrite=true"
     place, overwrite = file.parent / "tune", config.tune.overwrite
     with held_setup(config, place, "run.dir", file, overwrite, ways) as setup:
-        tune_held(config, setup)
-
-
-def tune_held(config: TuneConfig, setup: Setup) -> None:
-    """Predict, measure and choose from what is set up, while this command holds the lock."""
-    found = tune_drafter(setup, config.tune)
-    record_evaluation(config)
-    keep(setup.folder / "tune", settings_of(config, setup.subject))
-    choices = choose(found.predictions)
-    file = write_tuned(
-        setup.folder,
-        choices,
-        found,
-        setup.conditions,
-        policy=setup.settings.policy_settings,
-        weights=setup.weights,
-        temperature=setup.settings.temperature,
-    )
-    console.print(headline(choices))
-    for table in tune_tables(found.predictions, choices):
-        console.print(rich_table(table))
-    title = f"{config.drafter.name} on {config.model.label}: which depth"
-    page = write_tuning(setup.folder, title, found.predictions, choices, setup.notes)
-    console.print(f"chosen depths: {file}; details: {page}")
-    run, auto = f"run.dir={setup.folder}", [f"eval.depth={AUTO}", f"eval.name={NAME}"]
-    same = [] if setup.settings.policy == "chain" else setup.settings.policy_settings.split()
-    alone = choices[min(choices, key=int)].all
-    then = f", or {follow_up('export', run, f'export.num_speculative_tokens={AUTO}')}"
-    then = then if alone.speculate and not same else ""
-    console.print(f"next: {follow_up('evaluate', run, *same, *auto)}{then}")
+        found = tune_drafter(setup, config.tune)
+        record_evaluation(config)
+        keep(setup.folder / "tune", settings_of(config, setup.subject))
+        choices = choose(found.predictions)
+        file = write_tuned(
+            setup.folder,
+            choices,
+            found,
+            setup.conditions,
+            policy=setup.settings.policy_settings,
+            weights=setup.weights,
+            temperature=setup.settings.temperature,
+        )
+        console.print(headline(choices))
+        for table in tune_tables(found.predictions, choices):
+            console.print(rich_table(table))
+        title = f"{config.drafter.name} on {config.model.label}: which depth"
+        page = write_tuning(setup.folder, title, found.predictions, choices, setup.notes)
+        console.print(f"chosen depths: {file}; details: {page}")
+        run, auto = f"run.dir={setup.folder}", [f"eval.depth={AUTO}", f"eval.name={NAME}"]
+        same = [] if setup.settings.policy == "chain" else setup.settings.policy_settings.split()
+        alone = choices[min(choices, key=int)].all
+        then = f", or {follow_up('export', run, f'export.num_speculative_tokens={AUTO}')}"
+        then = then if alone.speculate and not same else ""
+        console.print(f"next: {follow_up('evaluate', run, *same, *auto)}{then}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from scipy import stats
 from torch import Tensor
 
@@ -218,27 +218,16 @@ def near_tie(target: Target, text: Sequence[int]) -> tuple[float, float]:
     no less than the spacing of the dtype at the best logit.
     """
     tokens = torch.tensor([list(text)], device=target.device)
-    logits = last_logits(target, tokens)
+    whole, _ = target.step(target.begin(), tokens, last_only=True)
+    logits = whole[0, -1].float()
     noise = float(logits.max().abs()) * torch.finfo(target.dtype).eps
     for width in (width for width in PASS_WIDTHS if width < len(text)):
         cache = target.begin()
         target.step(cache, tokens[:, :-width], last_only=True)
         stepped, _ = target.step(cache, tokens[:, -width:], last_only=True)
         noise = max(noise, float((logits - stepped[0, -1].float()).abs().max()))
-    return gap_of(logits), noise
-
-
-@torch.inference_mode()
-def last_logits(target: Target, tokens: Int[Tensor, "1 seq"]) -> Float[Tensor, " vocab"]:
-    """Return the target's logits after a text, from one pass."""
-    logits, _ = target.step(target.begin(), tokens, last_only=True)
-    return logits[0, -1].float()
-
-
-def gap_of(logits: Float[Tensor, " vocab"]) -> float:
-    """Return the difference between the two best logits."""
     best = logits.topk(2).values
-    return float(best[0] - best[1])
+    return float(best[0] - best[1]), noise
 
 
 def distribution_check(audit: Audit) -> Check:

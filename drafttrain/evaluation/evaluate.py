@@ -26,12 +26,15 @@ from drafttrain.evaluation.measure import (
     spread,
 )
 from drafttrain.evaluation.measurements import Measurements
+from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.build import build_report, certified, sweep_point
 from drafttrain.report.outputs import examples_of
-from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.results import (
+    SCHEMA_VERSION,
     Certificate,
+    Evaluated,
     ExtraMemory,
+    LimitedSampling,
     LosslessCheck,
     Point,
     Report,
@@ -39,7 +42,7 @@ from drafttrain.report.results import (
     TrainingCurves,
 )
 from drafttrain.report.tables import certificate_table, sweep_table
-from drafttrain.report.totals import FEWEST_PROMPTS
+from drafttrain.report.totals import FEWEST_PROMPTS, PassTimes
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.terminal import console, progress
 from drafttrain.target.model import Target
@@ -99,7 +102,7 @@ def evaluate_drafter(
     stop, measurements made under other conditions are not reused. record: provenance.
     """
     parts, prompts, config, seed = setup.parts, setup.prompts, setup.settings, setup.seed
-    timing = setup.timing
+    timing, resampling = setup.timing, Resampling(config.resamples, seed)
     lossless, section = losslessness(setup)
     timed, name = parts.timed_drafter, parts.drafter_name
     methods = methods_of({**parts.references, name: timed}, config)
@@ -163,20 +166,10 @@ def evaluate_drafter(
                 stolen=measured.load.stolen,
                 delayed=measured.delayed,
             )
-        for depth in config.every_depth:
+        at: dict[str, Any] = {"temperature": temperature, "batch_size": batch_size}
+        for depth in config.every_depth if config.sweeps else ():
             here = at_depth(results, depth)
-            if config.sweeps:
-                points.append(
-                    sweep_point(
-                        here,
-                        drafter=name,
-                        depth=depth,
-                        temperature=temperature,
-                        batch_size=batch_size,
-                        resamples=config.resamples,
-                        seed=seed,
-                    )
-                )
+            points.append(sweep_point(here, resampling, drafter=name, depth=depth, **at))
     tables = [certificate_table(section)] if section is not None else []
     if points:
         rules = {
@@ -186,27 +179,20 @@ def evaluate_drafter(
             for temperature, _ in config.points
         }
         tables.append(sweep_table(points, rules))
-    report = build_report(
-        base,
+    about = Evaluated(
+        schema_version=SCHEMA_VERSION,
         target=setup.label,
         drafter=name,
         depth=main_depth,
-        of_depths=config.every_depth if choosing else [],
         tree="" if config.policy == "chain" else config.policy_at(main_depth).describe(),
-        adaptive=config.policy == "adaptive",
-        sampling=config.sampling,
+        sampling=LimitedSampling(**vars(config.sampling), max_new_tokens=config.max_new_tokens),
         draft_sampling=config.draft_sampling,
         batch_size=config.batch_size,
-        max_new_tokens=config.max_new_tokens,
         lossless=lossless,
         certificate=section,
         sweep=points,
         tables=tables,
         timing=timing,
-        resamples=config.resamples,
-        seed=seed,
-        verdict=config.verdict,
-        memory=extra_memory(parts.target, timed),
         provenance={
             **record,
             "checkpoint": None if setup.checkpoint is None else str(setup.checkpoint),
@@ -215,11 +201,20 @@ def evaluate_drafter(
         },
         prompts=setup.about_prompts,
         notes=setup.notes,
+        examples=examples_of(base, name, prompts, parts.target.tokenizer),
         training=setup.training,
-        published=parts.drafter.published,
+        published=list(parts.drafter.published),
     )
-    examples = examples_of(base, name, prompts, parts.target.tokenizer)
-    return replace(report, examples=examples), asked, journals
+    report = build_report(
+        base,
+        about,
+        resampling,
+        config.verdict,
+        of_depths=config.every_depth if choosing else [],
+        adaptive=config.policy == "adaptive",
+        memory=extra_memory(parts.target, timed),
+    )
+    return report, asked, journals
 
 
 def choosing_prompts(prompts: Sequence[Prompt], config: EvalConfig) -> set[str]:

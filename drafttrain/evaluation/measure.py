@@ -20,14 +20,17 @@ from drafttrain.decode.autoregressive import autoregressive_passes
 from drafttrain.decode.loop import speculative_passes
 from drafttrain.decode.policy import Policy
 from drafttrain.decode.rows import Passes, at_once, check_tokens, context_of, in_turns
+from drafttrain.decode.verify import LOSSLESS
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measurements import Key, Measurements
-from drafttrain.report.pairs import BEFORE
-from drafttrain.report.pass_times import PassTimes
-from drafttrain.report.results import PLAIN
+from drafttrain.report.bootstrap import Resampling
+from drafttrain.report.metrics import PER_DRAFT, Columns, ratio
+from drafttrain.report.phrases import bounds, drawn, number, signed, things
+from drafttrain.report.results import BEFORE, PLAIN, BeforeAfter, Estimate
+from drafttrain.report.totals import PassTimes
 from drafttrain.runtime.load import Busy, LoadWatch
-from drafttrain.runtime.terminal import console, progress, working
+from drafttrain.runtime.terminal import console, followed, progress, working
 from drafttrain.target.model import Target
 
 TRIES_AGAIN = 2  # how often delayed batches are measured again
@@ -386,3 +389,49 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """Return `count` prompts, taken from the tasks in turn."""
     rounds = zip_longest(*in_tasks(prompts))
     return [placed[1] for found in rounds for placed in found if placed is not None][:count]
+
+
+def acceptance_change(
+    target: Target,
+    before: Drafter,
+    after: Drafter,
+    prompts: Sequence[Prompt],
+    template: Template,
+    config: EvalConfig,
+    seed: int,
+) -> BeforeAfter:
+    """Return what rounding a drafter's weights costs: its acceptance length before and after.
+
+    The first turns are decoded, each by both with the chance of its place and the policy of
+    `config`; tokens past the end of an output do not count.
+    """
+    depth, policy = config.depth, config.policy_at(config.depth)
+    methods = [
+        DraftMethod(name, depth, drafter, policy)
+        for name, drafter in (("before", before), ("after", after))
+    ]
+    decode = decoders(target, methods, config, config.sampling, seed)
+    counted: dict[MethodKey, Columns] = {
+        method.key: {"yielded": [], "drafts": []} for method in methods
+    }
+    for row, prompt in enumerate(followed("acceptance", prompts)):
+        tokens = first_turn(prompt, target, template)
+        for key, columns in counted.items():
+            (decoded,) = at_once(decode[key]([tokens], rows=[row], rule=LOSSLESS))
+            columns["yielded"].append(decoded.stats.trimmed.yielded)
+            columns["drafts"].append(decoded.stats.trimmed.num_drafts)
+    old, new = counted.values()
+    one, two = (Estimate(ratio(sum(c["yielded"]), sum(c["drafts"])), None) for c in (old, new))
+    difference = PER_DRAFT.difference([new], [old], Resampling(config.resamples, seed))
+    return BeforeAfter(one, two, difference)
+
+
+def change_statement(found: BeforeAfter, num_prompts: int, config: EvalConfig) -> str:
+    """Return the sentence of a card on what was found."""
+    policy = config.policy_at(config.depth).describe()
+    return (
+        f"Acceptance length {number(found.before.value, 3)} with the weights as trained, "
+        f"{number(found.after.value, 3)} as written: {signed(found.difference.value, 3)} "
+        f"({bounds(found.difference.ci95, 3)}), on {things(num_prompts, 'held-out prompt')}, "
+        f"{drawn(config.temperature)}, {policy}, both decoded by drafttrain's own loop."
+    )

@@ -33,7 +33,7 @@ from drafttrain.evaluation.optimal_tree import (
     samples,
 )
 from drafttrain.report.outputs import first_blocks
-from drafttrain.report.pass_times import PassTimes
+from drafttrain.report.totals import PassTimes
 from drafttrain.report.tune import ChosenDepth, DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole

@@ -1,42 +1,47 @@
 """Build the report from raw measurements: rows, verdict, flags, and the conditions of validity."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
 from drafttrain.drafters.base import LOOKUP
-from drafttrain.drafters.shared.publications import Published
 from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.config import VerdictSettings
-from drafttrain.report.definitions import definitions, verdict_definition
-from drafttrain.report.metrics import SPEEDUP, columns_of, method_row, plain_row, rows_of
+from drafttrain.report.definitions import ADAPTATION, definitions, verdict_definition
+from drafttrain.report.metrics import (
+    ACCEPTANCE_LENGTH,
+    SPEEDUP,
+    columns_of,
+    measured_of,
+    method_row,
+    plain_row,
+    rows_of,
+)
 from drafttrain.report.outputs import along_output, answer_times
-from drafttrain.report.pairs import adaptation
-from drafttrain.report.phrases import bounds, number, percent, rule_statement
+from drafttrain.report.phrases import bounds, cell, number, percent, rule_statement
 from drafttrain.report.results import (
+    BEFORE,
     NOT_COMPARED,
     PLAIN,
-    SCHEMA_VERSION,
+    Adaptation,
+    AdaptationRow,
+    BeforeAfter,
     Certificate,
     Check,
+    Evaluated,
     ExtraMemory,
     Flag,
-    LimitedSampling,
-    LosslessCheck,
+    Measurement,
     MethodRow,
     MethodRows,
     NgramAnswer,
     PlainRows,
     Point,
     Report,
-    Table,
     TimingInfo,
-    TrainingCurves,
 )
 from drafttrain.report.tables import adaptation_table
-from drafttrain.report.totals import Totals, by_task, collect
+from drafttrain.report.totals import Key, Totals, by_scope, collect
 from drafttrain.report.verdict import disagreement, handicap, headline, verdicts_of
 
 BUSY_CORES = 0.25  # that other processes kept busy, from which a report flags it
@@ -46,40 +51,23 @@ ENOUGH_BLOCKS = 5  # interleaved timing blocks; with fewer, the ratio contains t
 
 def build_report(
     results: Sequence[PromptResult],
+    about: Evaluated,
+    resampling: Resampling,
+    settings: VerdictSettings,
     *,
-    target: str,
-    drafter: str,
-    depth: int,
-    sampling: Sampling,
-    draft_sampling: Sampling,
-    batch_size: int,
-    max_new_tokens: int,
-    lossless: LosslessCheck,
-    certificate: Certificate | None,
-    sweep: Sequence[Point],
-    tables: Sequence[Table],
-    timing: TimingInfo,
-    provenance: Mapping[str, Any],
-    prompts: Mapping[str, Any],
-    notes: Sequence[str],
-    resamples: int,
-    seed: int,
-    verdict: VerdictSettings,
-    tree: str = "",
     of_depths: Sequence[int] = (),
     adaptive: bool = False,
     memory: ExtraMemory | None = None,
-    training: TrainingCurves | None = None,
-    published: Sequence[Published] = (),
 ) -> Report:
     """Return the report of an evaluation.
 
-    results: every prompt, turn and block by every method. drafter: the method whose rows come
-    first; all others except the plain loop are under `methods`. of_depths: those that `depth` was
-    chosen from, on other prompts. adaptive: depths are maxima. tables: shown in addition to the
-    report's own. ValueError if the results cannot be compared as pairs.
+    results: every prompt, turn and block by every method. about: its drafter is the method whose
+    rows come first; all others except the plain loop are under `methods`. of_depths: those that its
+    depth was chosen from, on other prompts. adaptive: depths are maxima. ValueError if the results
+    cannot be compared as pairs.
     """
     totals = collect(results)
+    drafter, depth, lossless = about.drafter, about.depth, about.lossless
     if drafter not in totals or drafter == PLAIN:
         raise ValueError(
             f"the drafter of a report must be one of the drafting methods of its results, got "
@@ -87,23 +75,25 @@ def build_report(
         )
     plain = totals[PLAIN]
     blocks = len({block for prompt in plain.values() for block in prompt.block_seconds})
-    if blocks != timing.blocks:
+    if blocks != about.timing.blocks:
         raise ValueError(
-            f"timing.blocks must be the number of blocks in the results, got {timing.blocks} where "
-            f"the results have {blocks}"
+            f"timing.blocks must be the number of blocks in the results, got {about.timing.blocks} "
+            f"where the results have {blocks}"
         )
-    resampling = Resampling(resamples, seed)
     drafting = [method for method in totals if method != PLAIN]
     rows = {method: method_rows(totals, method, depth, resampling) for method in drafting}
-    prompts_by_name = {"all": list(totals[drafter].values()), **by_task(totals[drafter])}
-    longest = {name: max(p.num_positions for p in of) for name, of in prompts_by_name.items()}
+    scopes = by_scope(plain)
+    longest = {
+        name: max(totals[drafter][key].num_positions for key in keys)
+        for name, keys in scopes.items()
+    }
+    plain_rows = {name: plain_row([plain[key] for key in keys]) for name, keys in scopes.items()}
     chosen_from = of_depths or [depth]
     verdicts = verdicts_of(
-        rows[drafter], depth, chosen_from, batch_size, longest, verdict, memory, adaptive
+        rows[drafter], depth, chosen_from, about.batch_size, longest, settings, memory, adaptive
     )
-    beats_ngram = _beats_ngram(totals, drafter, resampling)
     measurements = [row for prompts in totals.values() for row in rows_of(prompts.values())]
-    adapted = adaptation(measurements, drafter, resampling)
+    adapted = _adaptation(measurements, drafter, resampling)
     told = "greedy outputs were not checked"
     if lossless.greedy_total:
         counted = f"{lossless.greedy_identical} of {lossless.greedy_total} greedy outputs identical"
@@ -111,48 +101,30 @@ def build_report(
         if lossless.identical and lossless.divergences:
             told += ", the others but for choices within twice its rounding noise"
     rule = rule_statement(lossless.rule, lossless.lossless)
-    lossless = replace(lossless, statement=f"{rule}; {told}")
-    repeats = min(prompt.num_blocks for prompt in plain.values())
+    about = replace(
+        about,
+        lossless=replace(lossless, statement=f"{rule}; {told}"),
+        tables=[*about.tables, *([adaptation_table(adapted)] if adapted else [])],
+        timing=replace(about.timing, repeats=min(prompt.num_blocks for prompt in plain.values())),
+    )
+    others = {method: rows[method] for method in rows if method != drafter}
     return Report(
-        schema_version=SCHEMA_VERSION,
-        target=target,
-        drafter=drafter,
-        depth=depth,
-        tree=tree,
-        sampling=LimitedSampling(**asdict(sampling), max_new_tokens=max_new_tokens),
-        draft_sampling=draft_sampling,
-        batch_size=batch_size,
+        **vars(about),
         summary=rows[drafter].summary,
         tasks=rows[drafter].tasks,
-        methods={
-            PLAIN: PlainRows(
-                plain_row(list(plain.values())),
-                {task: plain_row(prompts) for task, prompts in by_task(plain).items()},
-            ),
-            **{method: rows[method] for method in rows if method != drafter},
-        },
-        lossless=lossless,
-        certificate=certificate,
-        sweep=list(sweep),
-        tables=[*tables, *([adaptation_table(adapted)] if adapted else [])],
-        beats_ngram=beats_ngram,
-        timing=replace(timing, repeats=repeats),
-        prompts=dict(prompts),
-        notes=list(notes),
+        methods={PLAIN: PlainRows(plain_rows.pop("all"), plain_rows), **others},
+        beats_ngram=_beats_ngram(totals, drafter, resampling),
         measurements=measurements,
         definitions={
-            **definitions(resamples, batch_size),
-            "verdicts": verdict_definition(verdict.marginal_speedup),
+            **definitions(resampling.resamples, about.batch_size),
+            "verdicts": verdict_definition(settings.marginal_speedup),
         },
-        provenance=dict(provenance),
-        flags=_flags(drafter, rows, lossless, certificate, totals, sampling, timing),
+        flags=_flags(about, rows, totals),
         verdicts=verdicts,
-        verdict=headline(verdicts["all"], target, drafter, lossless.lossless),
+        verdict=headline(verdicts["all"], about.target, drafter, lossless.lossless),
         adaptation=adapted,
         answer_times=answer_times(results, drafter, resampling),
         along_output=along_output(results, drafter, resampling),
-        training=training,
-        published=list(published),
     )
 
 
@@ -160,9 +132,11 @@ def method_rows(
     totals: Mapping[str, Totals], method: str, depth: int, resampling: Resampling
 ) -> MethodRows:
     """Return the rows of a method on all prompts and by task."""
-    tasks = by_task(totals[method])
-    rows = {task: row_of(totals, method, depth, resampling, task) for task in tasks}
-    return MethodRows(row_of(totals, method, depth, resampling), rows)
+    rows = {
+        name: row_of(totals, method, depth, resampling, keys)
+        for name, keys in by_scope(totals[PLAIN]).items()
+    }
+    return MethodRows(rows.pop("all"), rows)
 
 
 def row_of(
@@ -170,29 +144,26 @@ def row_of(
     method: str,
     depth: int,
     resampling: Resampling,
-    task: str | None = None,
+    keys: Sequence[Key] | None = None,
 ) -> MethodRow:
-    """Return the row of a method on one task, or on all, with its differences to prompt lookup."""
-    prompts = {
-        name: [prompt for (own, _), prompt in found.items() if task in (None, own)]
-        for name, found in totals.items()
-    }
+    """Return the row of a method on some prompts, or on all, with its differences to ngram."""
+    chosen = totals[PLAIN] if keys is None else keys
+    prompts = {name: [found[key] for key in chosen] for name, found in totals.items()}
     ngram = None if method == LOOKUP else prompts.get(LOOKUP)
     return method_row(prompts[method], prompts[PLAIN], depth, resampling, ngram)
 
 
 def sweep_point(
     results: Sequence[PromptResult],
+    resampling: Resampling,
     *,
     drafter: str,
     depth: int,
     temperature: float,
     batch_size: int,
-    resamples: int,
-    seed: int,
 ) -> Point:
     """Return the measurements of one point of a sweep, in all and by task."""
-    totals, resampling = collect(results), Resampling(resamples, seed)
+    totals = collect(results)
     rows = method_rows(totals, drafter, depth, resampling)
     beside = LOOKUP in totals and drafter != LOOKUP
     ngram = row_of(totals, LOOKUP, depth, resampling) if beside else None
@@ -217,6 +188,35 @@ def certified(
         statement = f"certified: {passed} on {num_prompts} prompts"
     sound = lossless and not failed
     return Certificate(statement, rule, lossless, sound, dtype, num_prompts, list(checks))
+
+
+def _adaptation(
+    rows: Iterable[Measurement], drafter: str, resampling: Resampling
+) -> Adaptation | None:
+    """Return acceptance and speedup before and after adapting, None where not measured."""
+    measured = measured_of(rows)
+    if BEFORE not in measured:
+        return None
+    found = {}
+    for scope, keys in by_scope(measured[drafter].drafted).items():
+        old, new = [measured[BEFORE].on(keys)], [measured[drafter].on(keys)]
+        length, speedup = (
+            BeforeAfter(
+                quantity.mean(old, resampling).estimate,
+                quantity.mean(new, resampling).estimate,
+                quantity.difference(new, old, resampling),
+            )
+            for quantity in (ACCEPTANCE_LENGTH, SPEEDUP)
+        )
+        found[scope] = AdaptationRow(len(keys), length, speedup)
+    length = found["all"].acceptance_length
+    statement = (
+        f"acceptance length {number(length.before.value)} before, {number(length.after.value)} "
+        f"after adapting, on {found['all'].num_prompts} prompts"
+    )
+    answer = length.difference.decides("better", "worse", "not decided")
+    told = f": {answer} ({cell(length.difference)}, 95 %)" if answer else f"; {bounds(None)}"
+    return Adaptation(found, statement + told, ADAPTATION)
 
 
 def _beats_ngram(totals: Mapping[str, Totals], drafter: str, resampling: Resampling) -> NgramAnswer:
@@ -252,15 +252,11 @@ def busy(timing: TimingInfo) -> str:
 
 
 def _flags(
-    drafter: str,
-    rows: Mapping[str, MethodRows],
-    lossless: LosslessCheck,
-    certificate: Certificate | None,
-    totals: Mapping[str, Totals],
-    sampling: Sampling,
-    timing: TimingInfo,
+    about: Evaluated, rows: Mapping[str, MethodRows], totals: Mapping[str, Totals]
 ) -> list[Flag]:
     flags = []
+    drafter, lossless, timing = about.drafter, about.lossless, about.timing
+    certificate = about.certificate
     others = [method for method in totals if method not in (drafter, PLAIN)]
     for method in (drafter, *others):
         for name, row in rows[method].by_name.items():
@@ -286,7 +282,7 @@ def _flags(
             text = f"{unstable} outputs were not the same in every timing block"
             flags.append(Flag("unstable_output", where, text))
         differing = rows[method].summary.outputs_differing if method != PLAIN else None
-        if sampling.greedy and differing and differing.num:
+        if about.sampling.greedy and differing and differing.num:
             text = (
                 f"{differing.num} of {differing.of} greedy outputs differ from the plain "
                 f"loop's in {timing.dtype}, the dtype of the timing"

@@ -10,10 +10,11 @@ from typing import Any
 
 from drafttrain.drafters.shared.publications import About
 from drafttrain.report.definitions import DEFINITIONS
-from drafttrain.report.markdown import LONGEST_TEXT, cells, escaped
-from drafttrain.report.phrases import flat, sentence, things
-from drafttrain.report.results import Cell, Report
-from drafttrain.report.tables import MEASURED, certificate_table, depth_shown, table
+from drafttrain.report.document import LONGEST_TEXT, escaped, table_parts
+from drafttrain.report.pages import conditions_line
+from drafttrain.report.phrases import flat, sentence
+from drafttrain.report.results import Report, Table
+from drafttrain.report.tables import MEASURED, certificate_table, table
 from drafttrain.runtime.untrusted_input import UntrustedError, read_object, read_typed, shown
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.models import EMBEDDED
@@ -183,27 +184,16 @@ def _evaluation(name: str, report: Report) -> list[str]:
     (drafter, own), *others = report.drafting.items()
     lines = own.by_name | {f"all, by {method}": rows.summary for method, rows in others}
     measured = table("", "", "task", MEASURED, lines.items())
-    sampling, timing = report.sampling, report.timing
-    settings = ", ".join(f"{key} {value}" for key, value in vars(sampling).items())
-    drawn = "greedy" if sampling.temperature == 0 else settings
-    certificate = [] if report.certificate is None else [certificate_table(report.certificate)]
+    checks = [] if report.certificate is None else [certificate_table(report.certificate)]
     return [
-        f"Evaluation **{escaped(name)}**: {escaped(drafter)} at "
-        f"{escaped(depth_shown(report))}, {drawn}, "
-        f"batch {report.batch_size}. {escaped(report.verdict)}",
-        "\n".join(cells(measured.columns, measured.rows)),
-        escaped(sentence(report.lossless.statement)),
-        *(
-            f"Certificate: {escaped(checks.caption)}\n\n"
-            + "\n".join(cells(checks.columns, checks.rows))
-            for checks in certificate
-        ),
-        f"Timed in {escaped(timing.dtype)} on {escaped(timing.device)} with "
-        f"{things(timing.threads, 'thread')}, {things(timing.blocks, 'interleaved block')}.",
+        f"Evaluation **{escaped(name)}** of {escaped(drafter)}. {escaped(report.verdict)}",
+        *table_parts(measured),
+        f"{escaped(conditions_line(report))}. {escaped(sentence(report.lossless.statement))}",
+        *(part for each in checks for part in ("Certificate:", *table_parts(each))),
         *(f"Read with care ({escaped(flag.row)}): {escaped(flag.text)}." for flag in report.flags),
     ]
 
 
 def _listed(columns: list[str], tree: Mapping[str, Any]) -> str:
-    rows = [list[Cell](row) for row in flat(public(tree))]
-    return "\n".join(cells(columns, rows)) if rows else "Not recorded."
+    rows = flat(public(tree))
+    return table_parts(Table("", "", columns, rows))[0] if rows else "Not recorded."

@@ -1,34 +1,65 @@
-"""Build one comparison from the reports of several runs: rows, differences, and conditions."""
+"""A comparison of several runs: rows, differences and conditions, and the pages that show them."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
+from drafttrain.core.types import brief
 from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.config import CompareSettings
 from drafttrain.report.definitions import comparison_definitions
-from drafttrain.report.metrics import ACCEPTANCE_LENGTH, SPEEDUP, Spread, mean_ratio
-from drafttrain.report.pairs import at_pass_time, by_scope
-from drafttrain.report.phrases import bounds, rule_statement, signed, speed
-from drafttrain.report.results import ByTask, Change, Flag, Rates, Speeds, TimingInfo
+from drafttrain.report.document import Document, Listing, flagged, notes
+from drafttrain.report.metrics import ACCEPTANCE_LENGTH, SPEEDUP, Spread, at_pass_time, mean_ratio
+from drafttrain.report.phrases import (
+    NOTHING,
+    bounds,
+    cell,
+    count,
+    flat,
+    number,
+    rule_statement,
+    signed,
+    size,
+    speed,
+)
+from drafttrain.report.plots import KINDS, MARKS, Figure, Series, dots
+from drafttrain.report.results import NOT_COMPARED, ByTask, Cell, Change, Flag, Rates, Speeds, Table
 from drafttrain.report.runs import (
+    ComparedRun,
     Method,
     RunReport,
     check_comparable,
     conditions,
     find_method,
     methods_of,
+    read_run,
     shared_prompts,
     training_statement,
 )
-from drafttrain.report.totals import Key
+from drafttrain.report.tables import Column, table
+from drafttrain.report.totals import Key, by_scope
+from drafttrain.report.write import as_data
 
 SCHEMA_VERSION = 1
+FILES = ("compare.json", "compare.md", "compare.html")
 NAMED = 3  # runs that a flag names; more are counted
 PLAIN_APART = 1.1  # times as fast: plain loops of the same target on the same prompts
 SLOWER = (1, 3, 10)  # times the plain pass that was measured: targets of other sizes
+QUANTITIES = ("acceptance_length", "speedup")
+FIGURES = {  # unit and caption, by quantity
+    "speedup": (
+        "times plain decoding, 95 % interval",
+        "Tokens per second over the plain loop's of the same run; the dashed line is no gain.",
+    ),
+    "acceptance_length": (
+        "tokens per draft, 95 % interval",
+        "Tokens per draft, bonus counted; the dashed line is plain decoding.",
+    ),
+}
 
 Scopes = Mapping[str, list[Key]]  # the prompts of each task; those of all tasks under "all"
 
@@ -103,22 +134,6 @@ class Pair(ByTask[Both]):
 
 
 @dataclass(frozen=True)
-class ComparedRun:
-    """One run: what it was and where it came from."""
-
-    name: str
-    folder: str
-    drafter: str
-    depth: int
-    seed: int | None
-    drafter_parameters: int | None
-    training_tokens: int | None
-    lossless: str
-    timing: TimingInfo
-    provenance: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class SharedPrompts:
     """The prompts that every run decoded."""
 
@@ -152,15 +167,24 @@ class Comparison:
         return {pair.method: pair for pair in self.differences if pair.other == self.baseline}
 
 
-def build_comparison(
-    runs: Sequence[RunReport], config: CompareSettings, provenance: Mapping[str, Any]
-) -> Comparison:
-    """Return the comparison of several runs.
+def compare_runs(config: CompareSettings, provenance: Mapping[str, Any]) -> Comparison:
+    """Return the comparison of the evaluations of several runs.
 
     `config.baseline` is a run or a method, None for the first run's; every other row is compared
-    with it and, with `config.all_pairs`, with each other. Raises ValueError if the runs did not
-    decode the same prompts with the same target in the same way, or none is called `baseline`.
+    with it and, with `config.all_pairs`, with each other. Raises ValueError in one line for a run
+    without that evaluation or with a broken one, for runs that did not decode the same prompts
+    with the same target in the same way, and for an unknown baseline.
     """
+    places = [Path(run).resolve() for run in config.runs]
+    short, root = [place.name for place in places], os.path.commonpath(places)
+    runs = [
+        read_run(
+            Path(run),
+            os.path.relpath(place, root) if short.count(place.name) > 1 else place.name,
+            config.evaluation,
+        )
+        for run, place in zip(config.runs, places, strict=True)
+    ]
     check_comparable(runs)
     keys = shared_prompts(runs)
     methods = methods_of(runs)
@@ -190,21 +214,7 @@ def build_comparison(
         ),
         rows=[_row(method, scopes, passes, resampling) for method in methods],
         differences=[_difference(one, two, scopes, resampling) for one, two in pairs],
-        runs=[
-            ComparedRun(
-                name=run.name,
-                folder=run.folder,
-                drafter=run.report.drafter,
-                depth=run.report.depth,
-                seed=run.seed,
-                drafter_parameters=run.parameters,
-                training_tokens=run.training_tokens,
-                lossless=run.report.lossless.statement,
-                timing=run.report.timing,
-                provenance=run.report.provenance,
-            )
-            for run in runs
-        ],
+        runs=[run.summary for run in runs],
         definitions=comparison_definitions(config.resamples, batch_size),
         provenance=dict(provenance),
         flags=_flags(runs, methods, keys),
@@ -230,7 +240,7 @@ def _row(
     curves = [run.report.training for run in own]
     seconds = [curve.seconds for curve in curves if curve is not None and curve.seconds is not None]
     columns = method.columns(scopes["all"])
-    sizes = {run.parameters for run in own}
+    sizes = {run.drafter_parameters for run in own}
     return ComparedMethod(
         method=method.label,
         reference=method.reference,
@@ -414,4 +424,223 @@ def _machines(runs: Sequence[RunReport]) -> dict[str, dict[str, str]]:
     for key in ("cpu", "gpus"):
         hardware = {run.name: run.report.provenance.get("hardware") or {} for run in runs}
         found[key] = {name: str(value.get(key)) for name, value in hardware.items()}
+    return found
+
+
+def comparison_document(comparison: Comparison) -> Document:
+    """Return the pages of a comparison as a document."""
+    versus = list(comparison.versus.values())
+    others = [pair.statement for pair in comparison.differences if pair not in versus]
+    methods = [(row.method, row) for row in comparison.rows]
+    return Document(
+        "drafters compared",
+        f"{comparison.name}: drafters of {comparison.target}",
+        [pair.statement for pair in versus],
+        conditions_line(comparison),
+        first=[
+            *flagged(comparison.flags),
+            _numbers_table(comparison),
+            table("Methods, on all prompts", "", "method", METHODS, methods),
+            *_slower_targets_table(comparison),
+        ],
+        rest=[
+            notes("Other differences", others),
+            _runs_table(comparison),
+            Listing("Definitions", list(comparison.definitions.items())),
+            *(
+                Listing(
+                    f"Provenance of {run.name}",
+                    [*flat(as_data(run.timing), "timing."), *flat(run.provenance)],
+                )
+                for run in comparison.runs
+            ),
+            Listing("Provenance of this page", flat(comparison.provenance)),
+        ],
+    )
+
+
+def conditions_line(comparison: Comparison) -> str:
+    """Return a line with the conditions under which all runs were evaluated."""
+    told, prompts = comparison.conditions, comparison.prompts
+    sampling = ", ".join(
+        f"{key.removeprefix('eval.').replace('_', ' ')} {value}"
+        for key, value in told.items()
+        if key not in ("target fingerprint", "eval.prompts")
+    )
+    return (
+        f"{prompts.statement}, in {len(prompts.tasks)} tasks of {told['eval.prompts']}; "
+        f"{sampling}; target fingerprint {brief(str(told['target fingerprint']))}"
+    )
+
+
+def _to_baseline(comparison: Comparison, row: ComparedMethod, task: str, quantity: str) -> Cell:
+    pair = comparison.versus.get(row.method)
+    if pair is None:
+        return "baseline"
+    difference: Cell = getattr(pair.by_name[task], quantity)
+    return difference
+
+
+def comparison_summary(comparison: Comparison) -> Table:
+    """Return the terminal's table: two lines per method, its numbers and its differences."""
+    notes = [pair.statement for pair in comparison.differences]
+    checked: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        checked.setdefault(row.lossless.statement, []).append(row.method)
+    notes += [f"{', '.join(methods)}: {text}." for text, methods in checked.items()]
+    notes += [f"Flag: {flag.row}: {flag.text}." for flag in comparison.flags]
+    notes += [f"{conditions_line(comparison)}.", "Intervals: 95 %, paired by prompt."]
+    notes.append("Size: the drafter's parameters.")
+
+    def both(row: ComparedMethod, quantity: str) -> str:
+        difference = _to_baseline(comparison, row, "all", quantity)
+        return f"{cell(getattr(row.summary, quantity))}\n{cell(difference)}"
+
+    columns: list[Column[ComparedMethod]] = [
+        ("accept. length, 95 %\ndifference", lambda row: both(row, "acceptance_length")),
+        ("speedup, 95 %\ndifference", lambda row: both(row, "speedup")),
+        ("draft\nms", lambda row: number(row.summary.draft_ms)),
+        ("size", lambda row: size(row.drafter_parameters)),
+        ("lossless", lambda row: "yes" if row.lossless.lossless else "NO"),
+    ]
+    lines = []
+    for row in comparison.rows:
+        seeds = len(row.seeds)
+        training = f"{seeds} seeds" if seeds > 1 else "single run" if seeds else "reference"
+        lines.append((f"{row.method}\n{training}", row))
+    title = f"{comparison.target}: differences to {comparison.baseline}"
+    return table(title, "", "method\ntraining", columns, lines, notes)
+
+
+def _numbers_table(comparison: Comparison) -> Table:
+    """Return both quantities of every method with their differences, task by task."""
+    columns = ["task", "method", "prompts"]
+    for name in ("acceptance length", "speedup"):
+        columns += [f"{name}, 95 %", "range", f"minus {comparison.baseline}, 95 %"]
+    columns.append("per position")
+    rows: list[list[Cell]] = []
+    for task in ("all", *comparison.prompts.tasks):
+        for row in comparison.rows:
+            numbers = row.by_name[task]
+            line: list[Cell] = [task, row.method, count(numbers.num_prompts)]
+            for quantity in QUANTITIES:
+                measured: Spread = getattr(numbers, quantity)
+                several = len(measured.by_run) > 1 and measured.range is not None
+                spread = " to ".join(map(number, measured.range or [])) if several else NOTHING
+                line += [measured, spread, _to_baseline(comparison, row, task, quantity)]
+            rows.append([*line, numbers.acceptance_per_position])
+    caption = (
+        "Intervals: 95 %, bootstrap over prompts; differences are paired by prompt. range: over "
+        "training seeds, or over the runs beside which a reference was measured. per position: "
+        "acceptance, mean over runs."
+    )
+    return Table("Methods, task by task", caption, columns, rows)
+
+
+def _slower_targets_table(comparison: Comparison) -> list[Table]:
+    """Return the speedups beside slower targets; nothing if no pass was timed."""
+    times = [at.pass_ms for at in comparison.rows[0].slower_targets]
+    if len(times) == 1:
+        return []
+    shown = [None if ms is None else f"{ms:,.{0 if ms >= 100 else 1}f} ms" for ms in times]
+    columns = ["method", *(each or "free drafting" for each in shown)]
+    rows: list[list[Cell]] = [
+        [row.method, *(at.speedup.estimate for at in row.slower_targets)] for row in comparison.rows
+    ]
+    caption = (
+        "Speedup if a pass of the target took this long, by the passes counted and the drafter's "
+        "time measured here; the first is the pass of this target. A pass that checks a draft is "
+        "taken to last as long as a plain one."
+    )
+    return [Table("At the cost of slower targets", caption, columns, rows)]
+
+
+METHODS: list[Column[ComparedMethod]] = [
+    ("drafter", lambda row: row.drafter),
+    ("depth", lambda row: ", ".join(map(str, sorted({*row.depths})))),
+    ("training", lambda row: row.training),
+    ("parameters", lambda row: size(row.drafter_parameters)),
+    ("training tokens", lambda row: size(row.training_tokens)),
+    ("training minutes", lambda row: number(row.training_seconds and row.training_seconds / 60)),
+    ("rate", lambda row: number(row.summary.acceptance_rate)),
+    ("draft ms", lambda row: number(row.summary.draft_ms)),
+    ("tokens/s plain", lambda row: speed(row.summary.tokens_per_second.autoregressive)),
+    ("tokens/s drafted", lambda row: speed(row.summary.tokens_per_second.speculative)),
+    ("losslessness", lambda row: row.lossless.statement),
+]
+
+
+def _runs_table(comparison: Comparison) -> Table:
+    own = {
+        folder: [number(getattr(row.summary, quantity).by_run[place]) for quantity in QUANTITIES]
+        for row in comparison.rows
+        if not row.reference
+        for place, folder in enumerate(row.runs)
+    }
+
+    columns: list[Column[ComparedRun]] = [
+        ("drafter", lambda run: run.drafter),
+        ("depth", lambda run: count(run.depth)),
+        ("seed", lambda run: count(run.seed)),
+        ("acceptance length", lambda run: own[run.folder][0]),
+        ("speedup", lambda run: own[run.folder][1]),
+        ("parameters", lambda run: size(run.drafter_parameters)),
+        ("training tokens", lambda run: size(run.training_tokens)),
+        ("losslessness", lambda run: run.lossless),
+    ]
+    lines = [(run.folder, run) for run in comparison.runs]
+    return table("Runs", "Each run by itself, on the shared prompts.", "run", columns, lines)
+
+
+def comparison_table(
+    comparison: Comparison,
+) -> tuple[Sequence[str], list[list[str | float | None]]]:
+    """Return the columns and rows of a comparison for the tracker: a row per method and task."""
+    columns = ["method", "training", "task", "num_prompts"]
+    for name in QUANTITIES:
+        for kind in (name, f"{name}_difference"):
+            columns += [kind, f"{kind}_low", f"{kind}_high"]
+    columns += ["draft_ms", "drafter_parameters", "training_tokens", "lossless"]
+    rows: list[list[str | float | None]] = []
+    for row in comparison.rows:
+        pair = comparison.versus.get(row.method)
+        for task, part in row.by_name.items():
+            cells: list[str | float | None] = [row.method, row.training, task]
+            cells.append(float(part.num_prompts))
+            for name in QUANTITIES:
+                for side in (part, pair.by_name[task] if pair else None):
+                    found = getattr(side, name) if side else NOT_COMPARED
+                    cells += [found.value, *(found.ci95 or (None, None))]
+            sizes = (row.drafter_parameters, row.training_tokens)
+            cells += [part.draft_ms, *(None if size is None else float(size) for size in sizes)]
+            cells.append(row.lossless.statement)
+            rows.append(cells)
+    return columns, rows
+
+
+def comparison_figures(comparison: Comparison) -> list[Figure]:
+    """Return the figures: both quantities of every row, and their differences to the baseline."""
+    looks = {
+        pair.method: (KINDS[i % len(KINDS)], MARKS[i // len(KINDS) % len(MARKS)])
+        for i, pair in enumerate(comparison.versus.values())
+    }
+    found: list[Figure] = []
+    for quantity, (unit, caption) in FIGURES.items():
+        title = quantity.replace("_", " ").capitalize()
+        values = {row.method: getattr(row.summary, quantity) for row in comparison.rows}
+        if any(value.value is not None for value in values.values()):
+            runs = {method: value.by_run for method, value in values.items()}
+            several = {method: each for method, each in runs.items() if len(each) > 1}
+            series = [Series("mean over runs", "drafter", "o", values, several)]
+            found.append(dots(title, caption, series, unit, even=1.0, lesser="single runs"))
+        differences = []
+        for pair in comparison.versus.values():
+            of_tasks = {task: getattr(part, quantity) for task, part in pair.by_name.items()}
+            known = {task: value for task, value in of_tasks.items() if value.value is not None}
+            differences.append(Series(pair.method, *looks[pair.method], known))
+        if any(one.values for one in differences):
+            against = f"difference to {comparison.baseline}"
+            title, unit = f"{title}: {against}", f"{against}, 95 % interval"
+            caption = "By task; an interval that crosses the dashed line decides nothing."
+            found.append(dots(title, caption, differences, unit, even=0.0))
     return found

@@ -5,13 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drafttrain.report.results import TrainingCurves, TrainingSeries
-from drafttrain.runtime.tracker import (
-    ACCEPTANCE_LENGTH,
-    EXPECTED_LENGTH,
-    LOSS,
-    SPEED,
-    TOKENS,
-)
+from drafttrain.runtime.tracker import ACCEPTANCE_LENGTH, EXPECTED_LENGTH, LOSS, SPEED, TOKENS
 
 TERM = f"{LOSS}_"
 # What validation may have measured, in the real loop or teacher-forced.

@@ -129,6 +129,13 @@ def comparison_definitions(resamples: int, batch_size: int) -> dict[str, str]:
     return {**{key: found[key] for key in (*reused, "lossless")}, **COMPARED, "draft_ms": draft_ms}
 
 
+ADAPTATION = (
+    "A drafter that started from another one (run.init_from), beside that one as it was: the same "
+    "prompts, decoded by the same target in the same timing blocks. difference: after minus "
+    "before; ci95: bootstrap over prompts, paired, so that a prompt is drawn with both."
+)
+
+
 def verdict_definition(marginal_speedup: float) -> str:
     """Return the definition of the verdicts of one report."""
     return (

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from drafttrain.core.types import Counters, Drafted
+from drafttrain.core.types import Counters
 from drafttrain.report.bootstrap import Resampling, Statistic, Values, interval, of_sides
 from drafttrain.report.results import (
     NOT_COMPARED,
+    PLAIN,
     AcceptanceLength,
     Change,
     Differences,
@@ -28,10 +29,9 @@ from drafttrain.report.results import (
     Times,
     Untrimmed,
 )
-from drafttrain.report.totals import PromptTotals
+from drafttrain.report.totals import Key, PromptTotals
 
 Columns = dict[str, list[float]]  # by prompt
-Pairs = list[tuple[int, int]]  # by prompt: tokens, and the drafts or passes that yielded them
 
 
 def ratio(numerator: int | float, denominator: int | float) -> float | None:
@@ -51,14 +51,21 @@ def speedup_statistic(
     return tokens / seconds / (plain_tokens / plain_seconds)
 
 
-def columns_of(rows: Sequence[Measurement], plain: Sequence[Measurement] = ()) -> Columns:
-    """Return the columns of a method's measurements, and of the plain loop's on these prompts."""
+def drafted_columns(rows: Sequence[Measurement | OutsideCounts]) -> Columns:
+    """Return the columns of what was drafted; a pass without a draft yields one token."""
     return {
         "accepted": [float(row.num_accepted_tokens) for row in rows],
         "yielded": [float(row.yielded) for row in rows],
         "drafts": [float(row.num_drafts) for row in rows],
         "drafted": [float(row.num_draft_tokens) for row in rows],
         "passes": [float(row.num_target_passes) for row in rows],
+        "by_passes": [float(row.yielded + row.num_target_passes - row.num_drafts) for row in rows],
+    }
+
+
+def columns_of(rows: Sequence[Measurement], plain: Sequence[Measurement] = ()) -> Columns:
+    """Return the columns of a method's measurements, and of the plain loop's on these prompts."""
+    return drafted_columns(rows) | {
         "draft_seconds": [row.seconds.draft for row in rows],
         "tokens": [float(row.num_output_tokens) for row in rows],
         "seconds": [row.seconds.total for row in rows],
@@ -67,6 +74,38 @@ def columns_of(rows: Sequence[Measurement], plain: Sequence[Measurement] = ()) -
         "plain_seconds": [row.seconds.total for row in plain],
         "plain_verify_seconds": [row.seconds.verify for row in plain],
     }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One drafting method of one report, and the plain loop measured with it."""
+
+    drafted: dict[Key, Measurement]
+    plain: dict[Key, Measurement]
+
+    def on(self, keys: Sequence[Key]) -> Columns:
+        """Return the columns of these prompts, in their order."""
+        return columns_of([self.drafted[key] for key in keys], [self.plain[key] for key in keys])
+
+
+def measured_of(rows: Iterable[Measurement]) -> dict[str, Measured]:
+    """Return the measurements of a report by drafting method.
+
+    Raises ValueError if a prompt occurs twice, or a method lacks prompts of the plain loop.
+    """
+    by_method: dict[str, dict[Key, Measurement]] = {PLAIN: {}}
+    for row in rows:
+        prompts = by_method.setdefault(row.method, {})
+        if (row.task, row.prompt_id) in prompts:
+            raise ValueError(
+                f"prompt {row.prompt_id} of {row.task} is measured twice with {row.method}"
+            )
+        prompts[row.task, row.prompt_id] = row
+    plain = by_method.pop(PLAIN)
+    for method, prompts in by_method.items():
+        if set(prompts) != set(plain):
+            raise ValueError(f"{method} and {PLAIN} have different prompts")
+    return {method: Measured(prompts, plain) for method, prompts in by_method.items()}
 
 
 @dataclass(frozen=True)
@@ -107,9 +146,10 @@ class Quantity:
         self, runs: Sequence[Columns], others: Sequence[Columns], resampling: Resampling
     ) -> Change:
         """Return the mean over `runs` minus the mean over `others`, paired by prompt."""
-        values = [self.of(run) for run in (*runs, *others)]
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
+        every = (*runs, *others)
+        known = [value for run in every if (value := self.of(run)) is not None]
+        nothing = not any(value for run in every for name in self.columns for value in run[name])
+        if len(known) < len(every) or nothing:
             return NOT_COMPARED
         mine, theirs = known[: len(runs)], known[len(runs) :]
         value = sum(mine) / len(mine) - sum(theirs) / len(theirs)
@@ -130,6 +170,11 @@ class Quantity:
 ACCEPTANCE_LENGTH = Quantity(
     ("yielded", "drafts"), np.divide, ("drafts",), every_prompt=False, least=1.0
 )
+# Where the prompts hold no draft (or pass), its length is 1.
+PER_DRAFT, PER_PASS = (
+    Quantity(columns, length_or_one, (), every_prompt=False, least=1.0)
+    for columns in (("yielded", "drafts"), ("by_passes", "passes"))
+)
 SPEEDUP = Quantity(
     ("tokens", "seconds", "plain_tokens", "plain_seconds"),
     speedup_statistic,
@@ -137,6 +182,21 @@ SPEEDUP = Quantity(
     every_prompt=True,
     least=0.0,
 )
+
+
+def at_pass_time(seconds: float) -> Quantity:
+    """Return the speedup beside a target whose every pass takes this long, drafting as measured.
+
+    A pass that checks a draft is taken to last as long as a plain one; the prefill and the loop's
+    own time are left out.
+    """
+
+    def statistic(plain_passes: Values, passes: Values, draft_seconds: Values) -> Values:
+        return plain_passes / (passes + draft_seconds / seconds)
+
+    columns = ("plain_passes", "passes", "draft_seconds")
+    # An answer of a single token takes no pass after the prefill.
+    return Quantity(columns, statistic, ("plain_passes", "passes"), every_prompt=False, least=0.0)
 
 
 def mean_ratio(runs: Sequence[Columns], above: str, below: str, scale: float = 1.0) -> float | None:
@@ -183,22 +243,6 @@ def speedup(
     return Speedup(found.value, found.ci95, [in_block(block) for block in plain[0].block_seconds])
 
 
-def length_difference(mine: Pairs | None, theirs: Pairs | None, resampling: Resampling) -> Change:
-    """Return the tokens of a draft (or pass) minus the other method's, paired by prompt.
-
-    A method that made no draft has length 1. None where neither did, or one was not recorded.
-    """
-    if mine is None or theirs is None:
-        return NOT_COMPARED
-    drafted = [(*one, *two) for one, two in zip(mine, theirs, strict=True) if one[1] or two[1]]
-    if not drafted:
-        return NOT_COMPARED
-    columns = [np.array(column, dtype=np.float64) for column in zip(*drafted, strict=True)]
-    statistic = of_sides(length_or_one, [1, 1], width=2)
-    value = float(statistic(*(column.sum() for column in columns)))
-    return Change(value, interval(statistic, columns, resampling))
-
-
 def outside_of(rows: Sequence[Measurement]) -> list[OutsideCounts] | None:
     """Return each prompt's counts outside repetition; None if cycles were not recorded."""
     outside = [row.outside_repetition for row in rows if row.outside_repetition is not None]
@@ -211,13 +255,11 @@ def _outside(rows: Sequence[Measurement], resampling: Resampling) -> Outside:
     if found is None:
         return Outside()
     sums = {name: sum(getattr(one, name) for one in found) for name in vars(found[0])}
-    drafts = sums["num_drafts"]
-    some = [(one.yielded, one.num_drafts) for one in found if one.num_drafts]
-    columns = list(zip(*some, strict=True))
+    drafts, columns = sums["num_drafts"], drafted_columns(found)
     return Outside(
         **sums,
         acceptance_length=ratio(sum(one.yielded for one in found), drafts),
-        ci95=interval(length_or_one, columns, resampling, least=1.0) if some else None,
+        ci95=PER_DRAFT.mean([columns], resampling).ci95 if drafts else None,
         acceptance_rate=ratio(sums["num_accepted_tokens"], sums["num_draft_tokens"]),
         share_of_drafts=ratio(drafts, sum(row.num_drafts for row in rows)),
     )
@@ -226,30 +268,24 @@ def _outside(rows: Sequence[Measurement], resampling: Resampling) -> Outside:
 def _differences(
     mine: Sequence[Measurement],
     theirs: Sequence[Measurement] | None,
-    pairs: Callable[[Measurement | OutsideCounts], tuple[int, int]],
+    quantity: Quantity,
     resampling: Resampling,
 ) -> Differences:
-    """Return tokens per draft (or pass) minus the other's, in all text and outside repetition."""
-    if theirs is None:
-        return Differences(NOT_COMPARED, NOT_COMPARED)
+    """Return tokens per draft (or pass) minus the other's, in all text and outside repetition.
 
-    def paired(rows: Sequence[Measurement] | Sequence[OutsideCounts] | None) -> Pairs | None:
-        return None if rows is None else [pairs(row) for row in rows]
+    Not compared: where neither drafted, or one was not recorded.
+    """
 
-    return Differences(
-        length_difference(paired(mine), paired(theirs), resampling),
-        length_difference(paired(outside_of(mine)), paired(outside_of(theirs)), resampling),
-    )
+    def difference(
+        one: Sequence[Measurement | OutsideCounts] | None,
+        other: Sequence[Measurement | OutsideCounts] | None,
+    ) -> Change:
+        if one is None or other is None:
+            return NOT_COMPARED
+        return quantity.difference([drafted_columns(one)], [drafted_columns(other)], resampling)
 
-
-def by_draft(row: Drafted) -> tuple[int, int]:
-    """Return the tokens that drafts yielded, and the drafts."""
-    return row.yielded, row.num_drafts
-
-
-def by_pass(row: Measurement | OutsideCounts) -> tuple[int, int]:
-    """Return the tokens of all passes, each without a draft yielding one, and the passes."""
-    return row.yielded + row.num_target_passes - row.num_drafts, row.num_target_passes
+    there = [None if rows is None else outside_of(rows) for rows in (mine, theirs)]
+    return Differences(difference(mine, theirs), difference(*there))
 
 
 def plain_row(prompts: Sequence[PromptTotals]) -> PlainRow:
@@ -304,8 +340,8 @@ def method_row(
         time_ms=times,
         repetition_rate=_repetition(rows),
         outside_repetition=_outside(rows, resampling),
-        acceptance_length_difference_to_ngram=_differences(rows, lookup, by_draft, resampling),
-        tokens_per_pass_difference_to_ngram=_differences(rows, lookup, by_pass, resampling),
+        acceptance_length_difference_to_ngram=_differences(rows, lookup, PER_DRAFT, resampling),
+        tokens_per_pass_difference_to_ngram=_differences(rows, lookup, PER_PASS, resampling),
         outputs_differing=Differing(sum(a != b for a, b in outputs), len(outputs)),
         untrimmed=Untrimmed(
             **untrimmed.of_vllm,
@@ -347,5 +383,6 @@ def _break_even(times: Times, step: float | None) -> float | None:
 
 
 def _predicted(rows: Sequence[Measurement], needed: float | None) -> float | None:
-    tokens, passes = (sum(column) for column in zip(*map(by_pass, rows), strict=True))
+    columns = drafted_columns(rows)
+    tokens, passes = sum(columns["by_passes"]), sum(columns["passes"])
     return None if needed is None else tokens / passes / needed

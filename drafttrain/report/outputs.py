@@ -11,7 +11,6 @@ from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.decode.stream import ACCEPTED, BONUS, CORRECTED, UNDRAFTED, pieces_of
 from drafttrain.report.bootstrap import Resampling, interval
 from drafttrain.report.metrics import SPEEDUP
-from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.results import (
     PLAIN,
     AnswerTimes,
@@ -22,6 +21,7 @@ from drafttrain.report.results import (
     Waits,
     WrittenText,
 )
+from drafttrain.report.totals import PassTimes
 
 WRITERS = {
     ACCEPTED: "drafted, and accepted by the target",

@@ -105,15 +105,6 @@ def sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def shortened(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the leaves that are not empty; hashes are shortened to their first digits."""
-    return [
-        (key, f"{text[:12]}…" if re.fullmatch(r"[0-9a-f]{40,}", text) else text)
-        for key, text in flat(tree)
-        if text not in (NOTHING, "")
-    ]
-
-
 def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return the leaves of nested mappings as (dotted key, text)."""
     leaves: list[tuple[str, str]] = []

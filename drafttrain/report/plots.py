@@ -7,50 +7,35 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
-from matplotlib import style
-from matplotlib.axes import Axes
-from matplotlib.colors import get_named_colors_mapping
-from matplotlib.figure import Figure as Canvas
-from matplotlib.image import imread
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from drafttrain.report.comparison import Comparison
 from drafttrain.report.phrases import cell, count, number, sentence, speed
-from drafttrain.report.results import (
-    PLAIN,
-    Estimate,
-    Example,
-    MethodRow,
-    OutputBin,
-    Point,
-    Report,
-    TrainingCurves,
-)
-from drafttrain.report.tables import best_depths
+from drafttrain.report.results import PLAIN, Estimate, Example, MethodRow, Report, TrainingCurves
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WIDTH = 440.0  # in the units of the SVG; the page scales it to its column
 DPI = 72  # what the SVG backend assumes: one point is one unit
 STYLE_SHEET = Path(__file__).parent / "templates" / "page.css"
 LABEL_LIMIT = 20  # characters of a name; the tables have the rest
 
-# Names of the page's CSS variables. matplotlib draws with stand-in colours, which are replaced by
-# the variables, so that the page decides the colours, light or dark.
-COLOURS = [
-    "ink", "soft", "faint", "edge", "on-bar", "drafter", "other", "plain", "conditional", "draft",
-    "verify", "rest", "third",
-]  # fmt: skip
-STAND_IN = {name: f"#0000{place:02x}" for place, name in enumerate(COLOURS, start=1)}
-STAGES = {"draft": "draft", "verify": "verify", "other": "rest"}
+# The colours of a light page by the names of its CSS variables, which replace them in an SVG.
+COLOURS = dict(re.findall(r"--([\w-]+): (#\w+);", STYLE_SHEET.read_text().partition("}")[0]))
+VARIABLES = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
+STAGES = {"draft": "drafter", "verify": "verify", "other": "rest"}
 KINDS = ("drafter", "other", "third", "conditional", "verify", "plain")  # in the order of the rows
 MARKS = "osD^vP*X"
-DASHED: dict[str, Any] = {"linewidth": 1.25, "linestyle": (0, (4, 3)), "zorder": 1}
+DASHED: dict[str, Any] = {
+    "color": COLOURS["ink"],
+    "linewidth": 1.25,
+    "linestyle": (0, (4, 3)),
+    "zorder": 1,
+}
+BAND: dict[str, Any] = {"linewidth": 2.5, "alpha": 0.55}  # an interval
 HOLLOW: dict[str, Any] = {  # a second, lesser mark
     "marker": "D",
     "markersize": 6,
@@ -58,6 +43,7 @@ HOLLOW: dict[str, Any] = {  # a second, lesser mark
     "markerfacecolor": "none",
     "markeredgewidth": 1.5,
 }
+SMALL: dict[str, Any] = {"fontsize": 10, "color": COLOURS["soft"]}  # text beside a mark
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text; the style sheet gives it the font of the page
@@ -65,14 +51,14 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a dollar in a task's name is a dollar
     "font.size": 12,
     "lines.markersize": 8,
-    "text.color": STAND_IN["ink"],
-    "axes.labelcolor": STAND_IN["faint"],
+    "text.color": COLOURS["ink"],
+    "axes.labelcolor": COLOURS["faint"],
     "axes.axisbelow": True,
     "axes.grid": True,
-    "grid.color": STAND_IN["edge"],
+    "grid.color": COLOURS["edge"],
     "grid.linewidth": 1,
-    "xtick.color": STAND_IN["faint"],
-    "ytick.color": STAND_IN["faint"],
+    "xtick.color": COLOURS["faint"],
+    "ytick.color": COLOURS["faint"],
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "legend.frameon": False,
@@ -80,6 +66,7 @@ STYLE: dict[Any, Any] = {
     "legend.borderaxespad": 0,
     "legend.handlelength": 1.2,
     "legend.columnspacing": 1.6,
+    "xaxis.labellocation": "right",
     "figure.constrained_layout.use": True,
     "figure.constrained_layout.h_pad": 0.06,
     "figure.constrained_layout.w_pad": 0.02,
@@ -93,7 +80,7 @@ class Figure:
     title: str
     caption: str
     height: int
-    draw: Callable[[Axes], None]
+    draw: Callable[["Axes"], None]
 
     @property
     def name(self) -> str:
@@ -102,23 +89,27 @@ class Figure:
 
     def __html__(self) -> str:
         """Return it as an inline SVG in the colours and the font of the page that it is in."""
-        text = self._saved("svg", transparent=True, metadata={"Date": None}).decode()
-        return _inline(text, self.name, self.title)
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        text = self._saved("svg", transparent=True, metadata=nothing).decode()
+        # Its style sheet would apply to the whole page.
+        text = re.sub("<style.*?</style>", "", text, flags=re.DOTALL)
+        text = re.sub(r'( id="|="#|url\(#)', rf"\g<1>{self.name}-", text.replace("xlink:", ""))
+        text = re.sub(": (#[0-9a-f]{6})", lambda found: f": {VARIABLES[found[1]]}", text)
+        head = '<svg class="plot" role="img" aria-label="{}" viewBox="0 0 {:g} {}">'
+        head = Markup(head).format(self.title, WIDTH, self.height)
+        return Markup(f"{head}{re.split('<svg[^>]*>', text, maxsplit=1)[1]}")
 
     def pixels(self) -> np.ndarray:
-        """Return it in the light colours of a page: bytes, "height width 3"."""
-        light = dict(re.findall(r"--([\w-]+): (#\w+);", STYLE_SHEET.read_text().partition("}")[0]))
-        names = get_named_colors_mapping()  # matplotlib looks here before it reads a #rrggbb
-        try:
-            for name, stand_in in STAND_IN.items():
-                names[stand_in] = light[name]
-            image = imread(io.BytesIO(self._saved("png", dpi=2 * DPI)))
-        finally:
-            for stand_in in STAND_IN.values():
-                del names[stand_in]
+        """Return it in the colours of a light page: bytes, "height width 3"."""
+        from matplotlib.image import imread
+
+        image = imread(io.BytesIO(self._saved("png", dpi=2 * DPI)))
         return np.round(255 * image[..., :3]).astype(np.uint8)
 
     def _saved(self, form: str, **how: Any) -> bytes:
+        from matplotlib import style  # which takes a second: only where something is drawn
+        from matplotlib.figure import Figure as Canvas
+
         content = io.BytesIO()
         look = {**STYLE, "svg.hashsalt": self.name}
         # After a reset, which ignores the user's matplotlibrc.
@@ -131,80 +122,29 @@ class Figure:
         return content.getvalue()
 
 
-def _inline(document: str, name: str, label: str) -> Markup:
-    """Return the SVG document as an element of the page, with its colours and font, unique ids."""
-    root = ElementTree.fromstring(document)
-    for parent in list(root.iter()):
-        for child in list(parent):
-            # The style sheet would apply to the whole page, and the metadata is about matplotlib.
-            if _local(child.tag) in ("metadata", "style"):
-                parent.remove(child)
-    for element in root.iter():
-        element.tag = _local(element.tag)
-        element.attrib = {
-            _local(key): _in_page(_local(key), value, name) for key, value in element.items()
-        }
-    root.attrib = {
-        "class": "plot",
-        "role": "img",
-        "aria-label": label,
-        "viewBox": root.attrib["viewBox"],
-    }
-    return Markup(ElementTree.tostring(root, encoding="unicode"))
-
-
-def _local(qualified: str) -> str:
-    return qualified.rpartition("}")[2]
-
-
-def _in_page(key: str, value: str, name: str) -> str:
-    if key == "id":
-        return f"{name}-{value}"
-    if key == "style":
-        for colour, stand_in in STAND_IN.items():
-            value = value.replace(stand_in, f"var(--{colour})")
-        return value
-    return re.sub(r"^(url\()?#", rf"\g<0>{name}-", value)  # clip-path and href
-
-
 def _short(name: str) -> str:
     """Return a name as one short line of characters that XML allows."""
     line = " ".join("".join(char if char.isprintable() else " " for char in name).split())
     return line if len(line) <= LABEL_LIMIT else f"{line[: LABEL_LIMIT - 1]}…"
 
 
-def legend(axes: Axes, items: Mapping[str, Patch | Line2D]) -> None:
-    """Draw a legend above the picture."""
-    if not items:
-        return
-    names = [_short(name) for name in items]
+def legend(axes: "Axes", drawn: Mapping[str, Any]) -> None:
+    """Name what was drawn, above the picture."""
+    names = [_short(name) for name in drawn]
     columns = len(names) if sum(map(len, names)) <= 50 else 2  # short names fit in one line
     assert axes.figure is not None
-    axes.figure.legend(items.values(), names, loc="outside upper left", ncols=columns)
+    if drawn:
+        axes.figure.legend(drawn.values(), names, loc="outside upper left", ncols=columns)
 
 
-def patches(colours: Mapping[str, str]) -> dict[str, Patch | Line2D]:
-    """Return legend entries: a filled patch for each colour."""
-    return {name: Patch(facecolor=STAND_IN[colour]) for name, colour in colours.items()}
-
-
-def weight(name: str) -> str:
-    """Return the font weight of a row's texts."""
-    return "bold" if name == "all" else "normal"
-
-
-def rows_axis(axes: Axes, names: Sequence[str], highest: float, unit: str) -> None:
+def rows_axis(axes: "Axes", names: Sequence[str], highest: float, unit: str) -> None:
     """Give the picture one row per name, from the top, and a scale from 0 below them."""
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set(xlim=(0, highest * 1.02 or 1.0), ylim=(len(names) - 0.5, -0.5), xlabel=unit)
     axes.set_yticks(range(len(names)), [_short(name) for name in names])
-    axes.tick_params(axis="y", labelcolor=STAND_IN["ink"], pad=8)
-    for name, tick in zip(names, axes.get_yticklabels(), strict=True):
-        tick.set_fontweight(weight(name))
-    axes.set_xlim(0, highest * 1.02 or 1.0)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.tick_params(axis="y", labelcolor=COLOURS["ink"], pad=8)
+    axes.locator_params(axis="x", nbins=6, steps=[1, 2, 5, 10])
+    axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel(unit, loc="right")
 
 
 def height_of(names: Collection[str], bars: int) -> int:
@@ -213,7 +153,7 @@ def height_of(names: Collection[str], bars: int) -> int:
 
 
 def write(
-    axes: Axes, x: float, y: float, words: str, shift: tuple[int, int] = (5, 0), **look: Any
+    axes: "Axes", x: float, y: float, words: str, shift: tuple[int, int] = (5, 0), **look: Any
 ) -> None:
     """Write next to a point: to its right, or shifted by `shift`."""
     look = {"va": "center_baseline", **look}
@@ -224,34 +164,11 @@ def bounds(values: Sequence[float], ends: Sequence[float]) -> tuple[float, float
     """Return the limits of an axis that shows every value.
 
     An interval that ends far beyond the values does not stretch the axis: the other intervals would
-    be too short to see. It is cut (`cut_interval`), with its number next to it.
+    be too short to see. It goes on to the edge of the picture.
     """
     low, high = min(values), max(values)
     room = 0.6 * max(high - low, 0.25 * abs(high), 1e-9)
     return max(min([low, *ends]), low - room), min(max([high, *ends]), high + room)
-
-
-def cut_interval(
-    axes: Axes,
-    ci95: Sequence[float],
-    across: float,
-    colour: str,
-    span: tuple[float, float],
-    along: str = "x",
-) -> None:
-    """Draw an interval along an axis, with an arrow where it continues beyond its end."""
-    low, high = max(ci95[0], span[0]), min(ci95[1], span[1])
-    look: dict[str, Any] = {"color": colour, "alpha": 0.55}
-    arrows = "<>" if along == "x" else "v^"
-
-    def draw(*ends: float, **how: Any) -> None:
-        pair = (ends, [across] * len(ends))
-        axes.plot(*(pair if along == "x" else pair[::-1]), **how, **look)
-
-    draw(low, high, linewidth=2.5)
-    for end, at, mark in ((ci95[0], low, arrows[0]), (ci95[1], high, arrows[1])):
-        if end != at:
-            draw(at, marker=mark, clip_on=False, markersize=6)
 
 
 @dataclass(frozen=True)
@@ -272,53 +189,48 @@ def dots(
     unit: str,
     *,
     even: float,
-    from_zero: bool = True,
     lesser: str = "",
 ) -> Figure:
     """Return a figure of values as dots on their intervals, with a line at no gain (`even`).
 
     Several series on a row are drawn below each other. The first one's values are written next to
-    it, unless they could be mistaken for another's. lesser: the legend of the lesser marks.
+    it, if there is no other or all have lesser marks, whose legend is `lesser`.
     """
-    rows = list(dict.fromkeys(row for one in series for row in one.values))
-    on = {row: [one for one in series if row in one.values] for row in rows}
-    alone = all(len(sharing) == 1 for sharing in on.values())
+    on: dict[str, list[Series]] = {}  # by row
+    for one in series:
+        for row in one.values:
+            on.setdefault(row, []).append(one)
+    alone = len(series) == 1
     known = [value for one in series for value in one.values.values() if value.value is not None]
     points = [0.0, even, *(value.value for value in known if value.value is not None)]
     points += [p for one in series for marks in one.lesser.values() for p in marks if p is not None]
     low, high = bounds(points, [end for value in known for end in value.ci95 or []])
-    low = 0.0 if from_zero else low
+    room = 0.02 * (high - low) or 1.0
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
+        drawn: dict[str, Any] = {}
         for index, (row, sharing) in enumerate(on.items()):
             for place, one in enumerate(sharing):
                 y = index + (place - (len(sharing) - 1) / 2) * min(0.32, 0.72 / len(sharing))
-                value, colour = one.values[row], STAND_IN[one.colour]
+                value, colour = one.values[row], COLOURS[one.colour]
+                if value.ci95:
+                    axes.plot(value.ci95, [y, y], color=colour, **BAND)
                 if value.value is not None:
-                    if value.ci95:
-                        cut_interval(axes, value.ci95, y, colour, (low, high))
-                    axes.plot(value.value, y, one.mark, color=colour)
-                for mark in one.lesser.get(row, ()):
-                    if mark is not None:
-                        axes.plot(mark, y + 0.26 * alone, **HOLLOW, markeredgecolor=colour)
-            if alone or from_zero:
+                    (drawn[one.name],) = axes.plot(value.value, y, one.mark, color=colour)
+                marks = [mark for mark in one.lesser.get(row, ()) if mark is not None]
+                if marks:
+                    look = {**HOLLOW, "markeredgecolor": colour}
+                    below = [y + 0.26 * alone] * len(marks)
+                    (drawn[lesser],) = axes.plot(marks, below, **look)
+            if alone or all(one.lesser for one in series):
                 at, words = axes.get_yaxis_transform(), cell(sharing[0].values[row])
-                write(axes, 1.0, index, words, xycoords=at, fontweight=weight(row))
-        rows_axis(axes, rows, high, unit)
-        if not from_zero:
-            room = 0.04 * (high - low) or 1.0
-            axes.set_xlim(low - room, high + room)
-        axes.axvline(even, color=STAND_IN["ink"], **DASHED)
-        marks = {
-            one.name: Line2D([], [], color=STAND_IN[one.colour], marker=one.mark, linewidth=2.5)
-            for one in series
-            if not (alone and len(series) > 1)  # else the row labels name the series
-        }
-        if lesser and any(one.lesser for one in series):
-            marks[lesser] = Line2D([], [], **HOLLOW, markeredgecolor=STAND_IN["soft"])
-        legend(axes, marks)
+                write(axes, 1.0, index, words, xycoords=at)
+        rows_axis(axes, list(on), high, unit)
+        axes.set_xlim(low - room, high + room)
+        axes.axvline(even, **DASHED)
+        legend(axes, drawn)
 
-    height = height_of(rows, bars=1 if alone else 1 + len(series))
+    height = height_of(on, bars=1 if alone else 1 + len(series))
     return Figure(title, caption, height + 18 * max(0, (len(series) + 1) // 2 - 2), draw)
 
 
@@ -328,34 +240,34 @@ def stacked(
     bars: Mapping[str, Mapping[str, float]],
     colours: Mapping[str, str],
     unit: str,
-    *,
-    digits: int = 2,
-    end: float | None = None,
     limit: float | None = None,
 ) -> Figure:
-    """Return a figure of stacked bars, one per row; parts without a colour are "the rest".
+    """Return a figure of stacked bars, one per row, of the parts that have colours.
 
-    end: where bars are cut; their numbers stay true. limit: drawn as a dashed line.
+    limit: drawn as a dashed line; a bar that far exceeds it is cut, but its number is true.
     """
-    end = end or max(sum(parts.values()) for parts in bars.values())
-    rest = {part: "rest" for parts in bars.values() for part in parts if part not in colours}
+    totals = [sum(parts.values()) for parts in bars.values()]
+    end = max(totals) if limit is None else min(max(limit, *totals), 1.5 * limit)
+    digits = 2 if limit is None else 1
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         rows_axis(axes, list(bars), end, unit)
-        for index, parts in enumerate(bars.values()):
-            left = 0.0
-            for part, colour in {**colours, **rest}.items():
-                width = min(parts.get(part, 0.0), max(end - left, 0.0))
-                axes.barh(index, width, 0.62, left, color=STAND_IN[colour])
-                if limit is None and width > 0.1 * end:
-                    words, middle = number(width, digits), left + width / 2
-                    look = {"color": STAND_IN["ink" if colour == "rest" else "on-bar"]}
-                    write(axes, middle, index, words, (0, 0), ha="center", fontsize=11, **look)
-                left += width
-            write(axes, left, index, number(sum(parts.values()), digits), fontweight="bold")
+        drawn: dict[str, Any] = {}
+        left = np.zeros(len(bars))
+        for part, colour in colours.items():
+            widths = np.array([parts.get(part, 0.0) for parts in bars.values()])
+            widths = np.minimum(widths, np.maximum(end - left, 0.0))
+            drawn[part] = axes.barh(range(len(bars)), widths, 0.62, left, color=COLOURS[colour])
+            if limit is None:
+                words = [number(width) if width > 0.1 * end else "" for width in widths]
+                ink = COLOURS["ink" if colour == "rest" else "on-bar"]
+                axes.bar_label(drawn[part], words, label_type="center", fontsize=11, color=ink)
+            left += widths
+        for index, total in enumerate(totals):
+            write(axes, left[index], index, number(total, digits), fontweight="bold")
         if limit is not None:
-            axes.axvline(limit, color=STAND_IN["ink"], **DASHED)
-        legend(axes, patches({**colours, **({"the rest": "rest"} if rest else {})}))
+            axes.axvline(limit, **DASHED)
+        legend(axes, drawn)
 
     height = height_of(bars, bars=2) + 22 * ((len(colours) + 1) // 2)
     return Figure(title, caption, height, draw)
@@ -365,16 +277,17 @@ def memory_figure(ways: Mapping[str, Mapping[str, float]], limit: float) -> Figu
     """Return a figure of memory in GiB by component: a bar per way to shard, and the limit."""
     sizes = {name: max(way[name] for way in ways.values()) for name in next(iter(ways.values()))}
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
-    parts = {way: {name: of[name] for name in largest} for way, of in ways.items()}
-    # A bar that far exceeds the limit is cut, but its number is true.
-    end = min(max(limit, *(sum(of.values()) for of in parts.values())), 1.5 * limit)
+    shown, others = largest[: len(KINDS)], largest[len(KINDS) :]
+    parts = {
+        way: {name: of[name] for name in shown} | {"the rest": sum(of[name] for name in others)}
+        for way, of in ways.items()
+    }
+    colours = dict(zip(shown, KINDS, strict=False)) | ({"the rest": "rest"} if others else {})
     caption = (
         "Of one accelerator, for every deepspeed=..., with the target where it was asked for. The "
         "dashed line is what there is."
     )
-    colours = dict(zip(largest, KINDS, strict=False))
-    how: dict[str, Any] = {"digits": 1, "end": end, "limit": limit}
-    return stacked("Memory by component", caption, parts, colours, "GiB", **how)
+    return stacked("Memory by component", caption, parts, colours, "GiB", limit)
 
 
 def report_figures(report: Report) -> list[Figure]:
@@ -382,112 +295,81 @@ def report_figures(report: Report) -> list[Figure]:
     rows = {method: found.by_name for method, found in report.drafting.items()}
     colours = dict(zip(rows, ("drafter", "other", *["third"] * len(rows)), strict=False))
     summaries = {method: found["all"] for method, found in rows.items()}
-    main, plain = summaries[report.drafter], report.methods[PLAIN].summary
     found: list[Figure] = []
     if any(row.speedup.value for row in summaries.values()):
-        series = [
-            Series(
-                method,
-                colours[method],
-                "o",
-                {name: row.speedup.estimate for name, row in by_name.items()},
-                {name: [row.predicted_speedup] for name, row in by_name.items()},
-            )
-            for method, by_name in rows.items()
-        ]
-        caption = (
-            "Tokens per second over the plain loop's; the dashed line is no gain. Predicted: from "
-            "acceptance length and the times of a cycle."
-        )
-        unit = "times plain decoding, 95 % interval"
-        found.append(dots("Speedup by task", caption, series, unit, even=1.0, lesser="predicted"))
-        found.append(speed_figure(rows, colours))
+        found += [speedup_figure(rows, colours), speed_figure(rows, colours)]
     if any(row.num_drafts for row in summaries.values()):
         found.append(acceptance_figure(summaries, colours))
-    if report.along_output:
-        found.append(along_figure(report.along_output))
     if report.examples:
         found.append(time_figure(report.examples, report.drafter))
-    if len({point.depth for point in report.sweep}) > 1:
-        found.append(
-            depth_figure(
-                [
-                    (p.temperature, p.batch_size, p.depth, p.summary.speedup.value,
-                     p.summary.predicted_speedup)
-                    for p in report.sweep
-                ]
-            )
-        )  # fmt: skip
-    if len({point.batch_size for point in report.sweep}) > 1:
-        found.append(batch_figure(report.sweep))
-    if plain.num_target_passes:
-        times = {"plain step": plain.time_ms}
-        times |= {f"{method} cycle": row.time_ms for method, row in summaries.items()}
-        bars = {
-            name: {stage: getattr(time, stage) or 0.0 for stage in STAGES}
-            for name, time in times.items()
-        }
-        caption = (
-            f"A draft yields {number(main.acceptance_length.micro)} tokens, a plain step one: "
-            f"predicted speedup {number(main.predicted_speedup)}, measured "
-            f"{number(main.speedup.value)} with prefill and the loop's own time."
-        )
-        unit = f"milliseconds per {'row and ' * (report.batch_size > 1)}target pass"
-        found.append(stacked("Where a cycle's time goes", caption, bars, STAGES, unit))
+    swept = [
+        (p.temperature, p.batch_size, p.depth, p.summary.speedup.value, p.summary.predicted_speedup)
+        for p in report.sweep
+    ]
+    if len({point[1:3] for point in swept}) > 1:
+        found.append(sweep_figure(swept))
+    if report.methods[PLAIN].summary.num_target_passes:
+        found.append(cycle_figure(report, summaries))
     if report.training is not None:
         found.append(training_figure(report.training))
     return found
 
 
-def along_figure(bins: Sequence[OutputBin]) -> Figure:
-    """Return a figure of accepted tokens per draft along the output."""
-    values = [one.accepted_per_draft.value or 0.0 for one in bins]
-    middles = [(one.first + one.last + 1) / 2 for one in bins]
-    ends = [end for one in bins for end in one.accepted_per_draft.ci95 or []]
-    _, high = bounds([0.0, *values], ends)
-
-    def draw(axes: Axes) -> None:
-        colour = STAND_IN["drafter"]
-        axes.plot(middles, values, color=colour, marker="o", linewidth=1.5, markersize=6)
-        for x, one in zip(middles, bins, strict=True):
-            if one.accepted_per_draft.ci95:
-                cut_interval(axes, one.accepted_per_draft.ci95, x, colour, (0.0, high), "y")
-            look: dict[str, Any] = {"fontsize": 10, "color": STAND_IN["soft"], "ha": "center"}
-            words = f"{one.num_drafts:,}"
-            at = axes.get_xaxis_transform()
-            write(axes, x, 1.0, words, (0, 4), xycoords=at, va="bottom", **look)
-        axes.set_xlim(0, bins[-1].last + 1)
-        axes.set_ylim(0, high * 1.05 or 1.0)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-        axes.set_xlabel("position in the output, tokens", loc="right")
-        axes.set_ylabel("accepted tokens per draft")
-
+def speedup_figure(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, str]) -> Figure:
+    """Return the speedup of every method by task, measured and predicted."""
+    series = [
+        Series(
+            method,
+            kinds[method],
+            "o",
+            {name: row.speedup.estimate for name, row in by_name.items()},
+            {name: [row.predicted_speedup] for name, row in by_name.items()},
+        )
+        for method, by_name in rows.items()
+    ]
     caption = (
-        "Accepted tokens per draft with 95 % intervals, by the position at which the draft began. "
-        "Numbers on top: drafts in the bin."
+        "Tokens per second over the plain loop's; the dashed line is no gain. Predicted: from "
+        "acceptance length and the times of a cycle."
     )
-    return Figure("Acceptance along the output", caption, 290, draw)
+    unit = "times plain decoding, 95 % interval"
+    return dots("Speedup by task", caption, series, unit, even=1.0, lesser="predicted")
+
+
+def cycle_figure(report: Report, rows: Mapping[str, MethodRow]) -> Figure:
+    """Return the stages of a plain step and of a cycle of every method."""
+    times = {"plain step": report.methods[PLAIN].summary.time_ms}
+    times |= {f"{method} cycle": row.time_ms for method, row in rows.items()}
+    bars = {
+        name: {stage: getattr(time, stage) or 0.0 for stage in STAGES}
+        for name, time in times.items()
+    }
+    own = report.summary
+    caption = (
+        f"A draft yields {number(own.acceptance_length.micro)} tokens, a plain step one: "
+        f"predicted speedup {number(own.predicted_speedup)}, measured "
+        f"{number(own.speedup.value)} with prefill and the loop's own time."
+    )
+    unit = f"milliseconds per {'row and ' * (report.batch_size > 1)}target pass"
+    return stacked("Where a cycle's time goes", caption, bars, STAGES, unit)
 
 
 def time_figure(examples: Sequence[Example], drafter: str) -> Figure:
     """Return a figure of tokens against time of example outputs, plain and drafted."""
-    looks: dict[str, dict[str, Any]] = {
-        drafter: {"color": STAND_IN["drafter"], "linewidth": 2},
-        "plain decoding": {"color": STAND_IN["plain"], "linewidth": 2, "linestyle": "--"},
-    }
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
+        drawn: dict[str, Any] = {}
         for place, example in enumerate(examples, start=1):
-            both = zip(looks.values(), (example.drafted, example.plain), (5, -5), strict=True)
-            for look, times, up in both:
-                axes.plot(times.seconds, times.tokens, **look)
+            for name, times, colour, line, up in (
+                (drafter, example.drafted, "drafter", "-", 5),
+                ("plain decoding", example.plain, "plain", "--", -5),
+            ):
+                look: dict[str, Any] = {"color": COLOURS[colour], "linestyle": line, "linewidth": 2}
+                (drawn[name],) = axes.plot(times.seconds, times.tokens, **look)
                 end = times.seconds[-1], times.tokens[-1]
-                write(axes, *end, str(place), (5, up), fontsize=11, color=STAND_IN["ink"])
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("seconds after the prefill", loc="right")
-        axes.set_ylabel("tokens of the output")
-        legend(axes, {name: Line2D([], [], **look) for name, look in looks.items()})
+                write(axes, *end, str(place), (5, up), fontsize=11)
+        axes.set(xlabel="seconds after the prefill", ylabel="tokens of the output")
+        axes.set(xlim=(0, None), ylim=(0, None))
+        legend(axes, drawn)
 
     caption = (
         "The example outputs below, by their numbers: a plain pass yields one token, a pass with a "
@@ -500,26 +382,22 @@ def training_figure(curves: TrainingCurves) -> Figure:
     """Return a figure of the loss by step, and on a second axis what validation measured."""
     loss, *validations = curves.series
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         looks = [("plain", "", "-"), ("drafter", "o", "-"), ("third", "D", "--")]
-        names: dict[str, Patch | Line2D] = {}
+        drawn: dict[str, Any] = {}
         right = axes.twinx() if validations else axes
-        right.grid(visible=False)
         for one, (colour, mark, line) in zip(curves.series, looks, strict=False):
-            look: dict[str, Any] = {"color": STAND_IN[colour], "marker": mark, "linestyle": line}
-            look |= {"markersize": 6, "linewidth": 2}
-            (axes if one is loss else right).plot(one.steps, one.values, **look)
-            names[one.name.partition("/")[2].replace("_", " ")] = Line2D([], [], **look)
+            look: dict[str, Any] = {"color": COLOURS[colour], "marker": mark, "linestyle": line}
+            side = axes if one is loss else right
+            lines = side.plot(one.steps, one.values, markersize=6, linewidth=2, **look)
+            drawn[one.name.partition("/")[2].replace("_", " ")] = lines[0]
         if curves.checkpoint_step is not None:
-            axes.axvline(curves.checkpoint_step, color=STAND_IN["ink"], **DASHED)
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("loss")
-        if validations:
-            right.set_ylim(bottom=0)
-            right.set_ylabel("tokens per target pass")
-        axes.set_xlabel(f"optimizer step ({count(loss.tokens[-1])} tokens at the end)", loc="right")
-        legend(axes, names)
+            axes.axvline(curves.checkpoint_step, **DASHED)
+        right.set(ylim=(0, None), ylabel="tokens per target pass")
+        right.grid(visible=right is axes)
+        unit = f"optimizer step ({count(loss.tokens[-1])} tokens at the end)"
+        axes.set(xlim=(0, None), ylim=(0, None), xlabel=unit, ylabel="loss")
+        legend(axes, drawn)
 
     units = "".join(f" Validation ({one.name}): {one.unit}." for one in validations)
     caption = f"{sentence(curves.statement)}{units}"
@@ -534,35 +412,32 @@ def acceptance_figure(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -
     drafter = next(iter(rows.values()))
     width = 0.68 / len(kinds)
     labelled = WIDTH * width / depth >= 26.0
-    words: dict[str, Any] = {"ha": "center", "va": "baseline", "fontsize": 11}
 
     def known(rates: Sequence[float | None]) -> list[tuple[int, float]]:
         return [(at, rate) for at, rate in enumerate(rates, start=1) if rate is not None]
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
+        drawn: dict[str, Any] = {}
+        words: dict[str, Any] = {"ha": "center", "va": "baseline", "fontsize": 11}
         for place, (method, kind) in enumerate(kinds.items()):
             for position, rate in known(rows[method].acceptance_per_position):
                 x = position + (place - (len(kinds) - 1) / 2) * width
-                axes.bar(x, rate, width * 0.94, color=STAND_IN[kind])
+                drawn[method] = axes.bar(x, rate, width * 0.94, color=COLOURS[kind])
                 if labelled:  # at the foot of the bar, clear of the line
-                    foot, shift, colour = (0.0, 5, "on-bar") if rate > 0.09 else (rate, 3, "ink")
-                    look = {**words, "color": STAND_IN[colour]}
+                    foot, shift, ink = (0.0, 5, "on-bar") if rate > 0.09 else (rate, 3, "ink")
+                    look = {**words, "color": COLOURS[ink]}
                     write(axes, x, foot, f"{100 * rate:.0f}", (0, shift), **look)
-        line: dict[str, Any] = {"color": STAND_IN["conditional"], "linewidth": 2, "marker": "o"}
+        words |= {"color": COLOURS["conditional"], "fontweight": "bold"}
         points = known(drafter.conditional_acceptance)
-        axes.plot([x for x, _ in points], [rate for _, rate in points], clip_on=False, **line)
-        for x, rate in points:
-            look = {**words, "fontweight": "bold", "color": STAND_IN["conditional"]}
-            look["gid"] = f"halo-{x}"  # the style sheet draws a halo
-            write(axes, x, rate, f"{100 * rate:.0f}", (0, 7), **look)
-        axes.set_xlim(0.5, depth + 0.5)
-        axes.set_ylim(0.0, 1.0)
-        axes.set_xticks(range(1, depth + 1, math.ceil(depth / 16)))
-        axes.set_yticks([0.0, 0.25, 0.5, 0.75, 1.0])
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+        for x, rate in points:  # the style sheet draws a halo
+            write(axes, x, rate, f"{100 * rate:.0f}", (0, 7), gid=f"halo-{x}", **words)
+        look = {"color": COLOURS["conditional"], "linewidth": 2, "marker": "o", "clip_on": False}
+        (drawn["conditional"],) = axes.plot(*np.reshape(points, (-1, 2)).T, **look)
+        axes.set(xlim=(0.5, depth + 0.5), ylim=(0.0, 1.0), xlabel="drafted token")
+        axes.set(xticks=range(1, depth + 1, math.ceil(depth / 16)), yticks=np.linspace(0, 1, 5))
+        axes.yaxis.set_major_formatter("{x:.0%}")
         axes.grid(visible=False, axis="x")
-        axes.set_xlabel("drafted token", loc="right")
-        legend(axes, {**patches(kinds), "conditional": Line2D([], [], **line)})
+        legend(axes, drawn)
 
     caption = (
         "Bars: share of all drafts, in percent. Line, conditional: share of the drafts that got so "
@@ -580,139 +455,55 @@ def speed_figure(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str
     }
     colours = {"plain decoding": "plain", **kinds}
     thick = 0.84 / len(bars)
+    highest = max(value or 0.0 for values in bars.values() for value in values)
 
-    def draw(axes: Axes) -> None:
-        for place, (method, values) in enumerate(bars.items()):
-            for index, value in enumerate(values):
-                y = index + (place - (len(bars) - 1) / 2) * thick
-                axes.barh(y, value or 0.0, thick * 0.86, color=STAND_IN[colours[method]])
-                look: dict[str, Any] = {"fontsize": 10, "color": STAND_IN["soft"]}
-                write(axes, value or 0.0, y, speed(value), **look)
-        highest = max(value or 0.0 for values in bars.values() for value in values)
+    def draw(axes: "Axes") -> None:
         rows_axis(axes, list(drafter), highest, "tokens per second")
-        legend(axes, patches(colours))
+        drawn: dict[str, Any] = {}
+        for place, (method, values) in enumerate(bars.items()):
+            rows = np.arange(len(values)) + (place - (len(bars) - 1) / 2) * thick
+            widths, colour = [value or 0.0 for value in values], COLOURS[colours[method]]
+            drawn[method] = axes.barh(rows, widths, thick * 0.86, color=colour)
+            axes.bar_label(drawn[method], [*map(speed, values)], padding=5, **SMALL)
+        legend(axes, drawn)
 
     caption = "Prefill included; each pass counts at the median of its kind."
     return Figure("Tokens per second", caption, height_of(drafter, len(bars)), draw)
 
 
-def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | None]]) -> Figure:
-    """Return a figure of speedup by depth, a line for each temperature and batch size.
+def sweep_figure(points: Sequence[tuple[float, int, int, float | None, float | None]]) -> Figure:
+    """Return a figure of speedup by depth, or by batch size where the depth is always the same.
 
     points: temperature, batch size, depth, measured and predicted speedup.
     """
-    lines: dict[tuple[float, int], list[tuple[int, float | None, float]]] = {}
+    by_depth = len({depth for _, _, depth, *_ in points}) > 1
+    several = len({temperature for temperature, *_ in points}) > 1
+    ticks = sorted({depth if by_depth else size for _, size, depth, *_ in points})
+    lines: dict[str, list[tuple[int, float | None, float]]] = {}
     for temperature, size, depth, value, predicted in sorted(points, key=lambda point: point[:3]):
-        lines.setdefault((temperature, size), []).append((depth, value, predicted or 0.0))
-    several = len({temperature for temperature, _ in lines}) > 1
+        name = f"batch {size}" if by_depth else f"depth {depth}"
+        line = lines.setdefault(name + f", T {temperature:g}" * several, [])
+        line.append((ticks.index(depth if by_depth else size), value, predicted or 0.0))
 
-    def draw(axes: Axes) -> None:
-        for place, ((temperature, size), line) in enumerate(lines.items()):
-            depths, values, expected = zip(*line, strict=True)
-            look: dict[str, Any] = {"color": STAND_IN["drafter"]}
-            look["alpha"] = 1 - 0.7 * place / max(len(lines) - 1, 1)
-            solid: dict[str, Any] = {
-                "linewidth": 2,
-                "marker": MARKS[place % len(MARKS)],
-                "markersize": 6,
-            }
-            name = f"batch {size}" + (f", T {temperature:g}" if several else "")
-            axes.plot(depths, expected if None in values else values, label=name, **look, **solid)
-            axes.plot(depths, expected, linestyle="--", linewidth=1, **look)
-        axes.set_xticks(sorted({point[2] for point in points}))
-        assert axes.figure is not None
-        axes.figure.legend(loc="outside upper left", ncols=4)
-        gain_axes(axes, "depth: drafted tokens a cycle", "speedup")
+    def draw(axes: "Axes") -> None:
+        drawn: dict[str, Any] = {}
+        for place, (name, line) in enumerate(lines.items()):
+            at, values, expected = zip(*line, strict=True)
+            alpha = 1 - 0.7 * place / max(len(lines) - 1, 1)
+            look: dict[str, Any] = {"color": COLOURS["drafter"], "alpha": alpha}
+            axes.plot(at, expected, linestyle="--", linewidth=1, **look)
+            look |= {"linewidth": 2, "marker": MARKS[place % len(MARKS)], "markersize": 6}
+            (drawn[name],) = axes.plot(at, expected if None in values else values, **look)
+        # Closer dots look like a thin line.
+        axes.axhline(1.0, color=COLOURS["soft"], linestyle=(0, (1, 2.5)), linewidth=1.5)
+        unit = "depth: drafted tokens a cycle" if by_depth else "prompts decoded together"
+        axes.set(ylim=(0, None), xlabel=unit, ylabel="speedup")
+        axes.set_xticks(range(len(ticks)), [str(tick) for tick in ticks])
+        legend(axes, drawn)
 
     caption = (
         "Solid: measured. Dashed: predicted from acceptance length and the times of a cycle. "
-        "Dotted: no gain."
+        "Dotted: no gain, speculation does not pay below."
     )
-    return Figure("Speedup by depth", caption, 300, draw)
-
-
-def batch_figure(points: Sequence[Point]) -> Figure:
-    """Return a figure of the best depth's speedup by batch size, with its interval."""
-    best = {place: chosen["all"] for place, chosen in best_depths(points).items()}
-    temperatures = list(dict.fromkeys(temperature for temperature, _ in best))
-    speedups = [point.summary.speedup for point in best.values()]
-    known = [0.0, 1.0, *(speedup.value or 0.0 for speedup in speedups)]
-    _, highest = bounds(known, [end for speedup in speedups for end in speedup.ci95 or []])
-
-    def draw(axes: Axes) -> None:
-        for place, temperature in enumerate(temperatures):
-            here = {str(size): best[t, size] for t, size in sorted(best) if t == temperature}
-            found = [point.summary.speedup for point in here.values()]
-            values = [speedup.value or 0.0 for speedup in found]
-            ends = [speedup.ci95 or [speedup.value or 0.0] * 2 for speedup in found]
-            look: dict[str, Any] = {"color": STAND_IN["drafter"], "marker": MARKS[place]}
-            look["alpha"] = 1 - 0.5 * place / len(temperatures)
-            axes.plot(list(here), values, **look)
-            for at, ci95 in enumerate(ends):
-                cut_interval(axes, ci95, at, STAND_IN["drafter"], (0.0, highest), "y")
-            for (x, point), value in zip(here.items(), values, strict=True):
-                told: dict[str, Any] = {"fontsize": 10, "color": STAND_IN["soft"], "va": "bottom"}
-                axes.annotate(f"  depth {point.depth}", (x, value), **told)
-        axes.margins(x=0.15)
-        gain_axes(axes, "prompts decoded together", "speedup of the best depth")
-
-    caption = (
-        "At the depth that is fastest for the batch, with 95 % intervals. Where it meets the "
-        "dotted line, speculation stops paying."
-    )
-    return Figure("Speedup by batch size", caption, 300, draw)
-
-
-def gain_axes(axes: Axes, x: str, y: str) -> None:
-    """Label the axes, and draw the line of no gain."""
-    # Closer dots look like a thin line.
-    axes.axhline(1.0, color=STAND_IN["soft"], linestyle=(0, (1, 2.5)), linewidth=1.5)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-
-
-QUANTITIES = {
-    "speedup": (
-        "times plain decoding, 95 % interval",
-        "Tokens per second over the plain loop's of the same run; the dashed line is no gain.",
-    ),
-    "acceptance_length": (
-        "tokens per draft, 95 % interval",
-        "Tokens per draft, bonus counted; the dashed line is plain decoding.",
-    ),
-}
-
-
-def comparison_figures(comparison: Comparison) -> list[Figure]:
-    """Return the figures: both quantities of every row, and their differences to the baseline."""
-    looks = {
-        row.method: (KINDS[i % len(KINDS)], MARKS[i // len(KINDS) % len(MARKS)])
-        for i, row in enumerate(comparison.rows)
-    }
-    found: list[Figure] = []
-    for quantity, (unit, caption) in QUANTITIES.items():
-        title = quantity.replace("_", " ").capitalize()
-        of_all = {row.method: getattr(row.summary, quantity) for row in comparison.rows}
-        if any(value.value is not None for value in of_all.values()):
-            series = [
-                Series(
-                    method,
-                    *looks[method],
-                    {method: value},
-                    {method: value.by_run} if len(value.by_run) > 1 else {},
-                )
-                for method, value in of_all.items()
-            ]
-            found.append(dots(title, caption, series, unit, even=1.0, lesser="single runs"))
-        differences = []
-        for pair in comparison.versus.values():
-            of_tasks = {task: getattr(part, quantity) for task, part in pair.by_name.items()}
-            known = {task: value for task, value in of_tasks.items() if value.value is not None}
-            differences.append(Series(pair.method, *looks[pair.method], known))
-        if any(one.values for one in differences):
-            against = f"difference to {comparison.baseline}"
-            title, unit = f"{title}: {against}", f"{against}, 95 % interval"
-            caption = "By task; an interval that crosses the dashed line decides nothing."
-            found.append(dots(title, caption, differences, unit, even=0.0, from_zero=False))
-    return found
+    title = f"Speedup by {'depth' if by_depth else 'batch size'}"
+    return Figure(title, caption, 300, draw)

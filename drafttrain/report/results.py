@@ -10,6 +10,7 @@ from drafttrain.drafters.shared.publications import Published
 from drafttrain.runtime.untrusted_input import Amount, Count
 
 PLAIN = "autoregressive"  # the method that drafts nothing
+BEFORE = "before"  # the method that decodes with the drafter that training started from
 SCHEMA_VERSION = 2
 
 Kind = TypeVar("Kind")
@@ -181,6 +182,11 @@ class Outside:
     ci95: Interval | None = None
     acceptance_rate: float | None = None
     share_of_drafts: float | None = None
+
+    @property
+    def estimate(self) -> Estimate:
+        """The acceptance length and its interval."""
+        return Estimate(self.acceptance_length, self.ci95)
 
 
 @dataclass(frozen=True)
@@ -645,8 +651,8 @@ class TrainingCurves:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """The content of a report. Its drafter's rows come first, those of others are `methods`."""
+class Evaluated:
+    """What was evaluated, and under which conditions."""
 
     schema_version: int
     target: str
@@ -656,30 +662,36 @@ class Report:
     sampling: LimitedSampling
     draft_sampling: Sampling | None = None
     batch_size: Count
-    summary: MethodRow
-    tasks: dict[str, MethodRow]
-    methods: dict[str, MethodRows | PlainRows]
     lossless: LosslessCheck
     certificate: Certificate | None = None
     sweep: list[Point]
-    vllm: WitnessSection | None = None
-    tables: list[Table]
-    beats_ngram: NgramAnswer
+    tables: list[Table]  # shown in addition to the report's own
     timing: TimingInfo
     prompts: Mapping[str, Any]
     notes: list[str]
+    provenance: Mapping[str, Any]
+    examples: list[Example] = field(default_factory=list)
+    training: TrainingCurves | None = None
+    published: list[Published] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Evaluated):
+    """The content of a report. Its drafter's rows come first, those of others are `methods`."""
+
+    summary: MethodRow
+    tasks: dict[str, MethodRow]
+    methods: dict[str, MethodRows | PlainRows]
+    vllm: WitnessSection | None = None
+    beats_ngram: NgramAnswer
     measurements: list[Measurement]
     definitions: dict[str, str]
-    provenance: Mapping[str, Any]
     flags: list[Flag]
     verdicts: dict[str, TaskVerdict]
     verdict: str
     adaptation: Adaptation | None = None
     answer_times: list[AnswerTimes] = field(default_factory=list)
     along_output: list[OutputBin] = field(default_factory=list)
-    examples: list[Example] = field(default_factory=list)
-    training: TrainingCurves | None = None
-    published: list[Published] = field(default_factory=list)
 
     @property
     def drafting(self) -> dict[str, MethodRows]:

@@ -1,35 +1,99 @@
-"""The runs of a comparison: which are comparable, and which are seeds of one method."""
+"""The runs of a comparison: reading them, which are comparable, which are seeds of one method."""
 
+import json
+import math
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import combinations, takewhile
+from pathlib import Path
 from typing import Any
 
 from drafttrain.core.types import brief
-from drafttrain.report.metrics import Columns
-from drafttrain.report.pairs import Measured
+from drafttrain.report.metrics import Columns, Measured, measured_of
 from drafttrain.report.phrases import things
-from drafttrain.report.results import Measurement, Report
+from drafttrain.report.results import SCHEMA_VERSION, Measurement, Report, TimingInfo
 from drafttrain.report.totals import Key
+from drafttrain.runtime.disk import refuse_links
+from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, call, load_config
+from drafttrain.runtime.untrusted_input import (
+    MAX_JSON_BYTES,
+    Count,
+    UntrustedError,
+    header_of,
+    read_bytes,
+    shown,
+    typed,
+)
+from drafttrain.training.checkpoint import NAME, WEIGHTS_FILE, CheckpointError, load_state
+
+# Sections in which two seeds of one method may differ: names, places, and what by contract changes
+# no result. The machine that timed them is compared by their reports.
+UNSCIENTIFIC = ("run", "tracker", "hardware")
+# What of these changes the drafter all the same.
+DECISIVE = (("run", "init_from"), ("hardware", "weights_dtype"))
+TIMED_WITH = ("dtype", "draft_dtype", "device", "threads")
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True)
-class RunReport:
+class _RunProvenance:
+    target_fingerprint: str | None
+    checkpoint: str | None = None
+    hardware: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    source: str
+    sha256: str
+    num_prompts: Count
+    template: str
+    template_kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Origins:
+    """The free-form parts of a report that a comparison reads."""
+
+    schema_version: Any
+    prompts: _Prompts
+    provenance: _RunProvenance
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One run: what it was and where it came from."""
+
+    name: str  # short and unique among the runs
+    folder: str
+    drafter: str
+    depth: int
+    seed: int | None
+    drafter_parameters: int | None
+    training_tokens: int | None
+    lossless: str
+    timing: TimingInfo
+    provenance: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunReport(ComparedRun):
     """One run's evaluation and what is known of its training.
 
     `identity` stands for all settings of training and evaluation except the seed: runs that share
     it are seeds of one method. It and `seed` are None if no training is on record.
     """
 
-    name: str  # short and unique among the runs
-    folder: str
     report: Report
     measured: Mapping[str, Measured]  # by drafting method
     identity: str | None
-    seed: int | None
-    parameters: int | None
-    training_tokens: int | None
+
+    @property
+    def summary(self) -> ComparedRun:
+        """The part that a comparison records."""
+        return ComparedRun(**{each.name: getattr(self, each.name) for each in fields(ComparedRun)})
 
     @property
     def plain(self) -> Mapping[Key, Measurement]:
@@ -49,6 +113,91 @@ class Method:
     def columns(self, keys: Sequence[Key]) -> list[Columns]:
         """Return the columns of these prompts by run."""
         return [run.measured[self.drafter].on(keys) for run in self.runs]
+
+
+def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
+    """Return a run's evaluation, and its training as config.yaml and checkpoint record it."""
+    named = [] if evaluation == "default" else [f"eval.name={evaluation}"]
+    again = call("evaluate", f"run.dir={folder}", *named)
+    file = _find_report(folder, evaluation, again)
+    try:
+        content = read_bytes(file, MAX_JSON_BYTES)
+        origins = typed(_Origins, content, "it")
+        if origins.schema_version != SCHEMA_VERSION:
+            version = shown(origins.schema_version)
+            raise ValueError(f"it has schema_version {version}, not {SCHEMA_VERSION}")
+        report = typed(Report, content, "it")
+        measured = measured_of(report.measurements)
+        if report.drafter not in measured:
+            raise ValueError(f"it has no measurements of {shown(report.drafter)}")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{file} must be a report that `evaluate` wrote, but cannot be used: "
+            f"{shown(error, 400)}; make it again: {again}"
+        ) from error
+    config = load_config(folder, "runs") if (folder / CONFIG).is_file() else None
+    # By its name, as the run may have moved; training may have deleted it since.
+    recorded = Path(origins.provenance.checkpoint or "").name
+    parameters, tokens = None, None
+    if NAME.fullmatch(recorded):
+        parameters, tokens = _sizes(folder / CHECKPOINTS / recorded)
+    trained = config is not None and origins.provenance.checkpoint not in (None, "None")  # as ngram
+    return RunReport(
+        name=name,
+        folder=str(folder),
+        drafter=report.drafter,
+        depth=report.depth,
+        seed=config.get("run", {}).get("seed") if config is not None and trained else None,
+        drafter_parameters=parameters,
+        training_tokens=tokens,
+        lossless=report.lossless.statement,
+        timing=report.timing,
+        provenance=report.provenance,
+        report=report,
+        measured=measured,
+        identity=_identity(config, report) if config is not None and trained else None,
+    )
+
+
+def _sizes(checkpoint: Path) -> tuple[int | None, int | None]:
+    """Return a checkpoint's parameters and trained tokens; None if the run has deleted it.
+
+    Integers are not weights but maps.
+    """
+    file = checkpoint / WEIGHTS_FILE
+    try:
+        entries = [entry for entry in header_of(file).values() if entry.dtype in FLOATS]
+        return sum(math.prod(entry.shape) for entry in entries), load_state(checkpoint).tokens
+    except (OSError, CheckpointError, UntrustedError):
+        if file.is_file():
+            raise
+        return None, None
+
+
+def _find_report(folder: Path, evaluation: str, again: str) -> Path:
+    if not os.path.isdir(folder):
+        state = "is a file" if os.path.exists(folder) else "does not exist"
+        raise ValueError(f"runs must name folders of runs, got {shown(folder, 400)}, which {state}")
+    refuse_links(folder)
+    file = folder / "evaluations" / evaluation / "report.json"
+    if not file.is_file():
+        others = sorted(path.parent.name for path in folder.glob("evaluations/*/report.json"))
+        known = f" (it has {', '.join(others)}: compare.evaluation=...)" if others else ""
+        raise ValueError(f"{folder} has no evaluation called {evaluation}{known}; make it: {again}")
+    return file
+
+
+def _identity(config: Mapping[str, Any], report: Report) -> str:
+    """Return the settings of training and evaluation, without the seed and the run's name."""
+    trained = {key: value for key, value in config.items() if key not in UNSCIENTIFIC}
+    trained |= {key: config.get(section, {}).get(key) for section, key in DECISIVE}
+    measured = {key: getattr(report.timing, key) for key in TIMED_WITH}
+    depths = report.verdicts["all"].of_depths  # of which each seed takes its fastest
+    evaluated: list[Any] = [report.drafter, depths, report.lossless.rule, measured]
+    evaluated.append(report.draft_sampling and vars(report.draft_sampling))
+    if report.tree:
+        evaluated.append(report.tree)
+    return json.dumps([trained, evaluated], sort_keys=True, default=str)
 
 
 TEMPLATE = ("template", "template_kwargs")
@@ -143,13 +292,9 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
         add([_common(names), " + ".join(names)], False, group[0].report.drafter, group)
     for (drafter, *told), group in references.items():
         alike = [key[1:] for key in references if key[0] == drafter]
-        apart = [
-            one
-            for one, all_of in zip(told, zip(*alike, strict=True), strict=True)
-            if len(set(all_of)) > 1
-        ]
-        full = ", ".join(filter(None, (drafter, *told, "reference")))
-        names = [", ".join(filter(None, (drafter, *apart))), full, f"{full} of {group[0].folder}"]
+        apart = [one for place, one in enumerate(told) if len({key[place] for key in alike}) > 1]
+        full = ", ".join((drafter, *told, "reference"))
+        names = [", ".join((drafter, *apart)), full, f"{full} of {group[0].folder}"]
         add(names, True, drafter, group)
     return methods
 

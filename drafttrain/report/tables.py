@@ -2,6 +2,8 @@
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from rich.box import SIMPLE_HEAD
@@ -31,7 +33,6 @@ from drafttrain.report.results import (
     Certificate,
     Check,
     Disagreement,
-    Estimate,
     Example,
     MethodRow,
     OutputBin,
@@ -111,30 +112,17 @@ COUNTS: list[Column[MethodRow]] = [
     PREDICTED,
     REPEATS,
 ]
+LENGTH_MINUS = "acceptance_length_difference_to_ngram"
+TOKENS_MINUS = "tokens_per_pass_difference_to_ngram"
 OUTSIDE: list[Column[MethodRow]] = [
     REPEATS,
-    (
-        "acceptance length outside, 95 %",
-        lambda row: Estimate(row.outside_repetition.acceptance_length, row.outside_repetition.ci95),
-    ),
+    ("acceptance length outside, 95 %", lambda row: row.outside_repetition.estimate),
     ("acceptance rate outside", lambda row: number(row.outside_repetition.acceptance_rate)),
     ("share of drafts", lambda row: percent(row.outside_repetition.share_of_drafts)),
-    (
-        "acceptance length minus ngram's, 95 %",
-        lambda row: row.acceptance_length_difference_to_ngram.all_text,
-    ),
-    (
-        "outside repetition, 95 %",
-        lambda row: row.acceptance_length_difference_to_ngram.outside_repetition,
-    ),
-    (
-        "tokens per pass minus ngram's, 95 %",
-        lambda row: row.tokens_per_pass_difference_to_ngram.all_text,
-    ),
-    (
-        "outside repetition, 95 %",
-        lambda row: row.tokens_per_pass_difference_to_ngram.outside_repetition,
-    ),
+    ("acceptance length minus ngram's, 95 %", attrgetter(f"{LENGTH_MINUS}.all_text")),
+    ("outside repetition, 95 %", attrgetter(f"{LENGTH_MINUS}.outside_repetition")),
+    ("tokens per pass minus ngram's, 95 %", attrgetter(f"{TOKENS_MINUS}.all_text")),
+    ("outside repetition, 95 %", attrgetter(f"{TOKENS_MINUS}.outside_repetition")),
 ]
 OUTCOMES = {True: Badge("passed"), False: Badge("FAILED"), None: Badge("reported")}
 CHECKED: list[Column[Check]] = [
@@ -367,7 +355,7 @@ def sweep_table(points: Sequence[Point], rules: Mapping[float, str]) -> Table:
         "whole batch. Ngram drafts as deep."
     )
     lines = [(f"{point.temperature:g}", point) for point in points]
-    notes += stops_paying(points)
+    notes += where_it_pays(points)
     return table("Depth, temperature and batch", caption, "temperature", columns, lines, notes)
 
 
@@ -383,32 +371,21 @@ def best_depths(points: Sequence[Point]) -> dict[tuple[float, int], dict[str, Po
     return chosen
 
 
-def stops_paying(points: Sequence[Point]) -> list[str]:
-    """Return, for each temperature, a sentence on the batch size where speculation stops paying."""
+def where_it_pays(points: Sequence[Point]) -> list[str]:
+    """Return, for each temperature, a sentence on the batch sizes at which speculation pays."""
+    pays: dict[float, dict[int, bool]] = {}
+    for (temperature, size), chosen in sorted(best_depths(points).items()):
+        ci95 = chosen["all"].summary.speedup.ci95
+        pays.setdefault(temperature, {})[size] = ci95 is not None and ci95[0] > 1
     sentences = []
-    best = {place: chosen["all"].summary.speedup for place, chosen in best_depths(points).items()}
-    for temperature in dict.fromkeys(temperature for temperature, _ in best):
-        here = {size: best[t, size] for t, size in sorted(best) if t == temperature}
-        if len(here) < 2:
-            continue
-        pays = [size for size, speedup in here.items() if speedup.ci95 and speedup.ci95[0] > 1]
-        others = [size for size in here if size not in pays]
-        if not others:
-            told = "pays at every size"
-        elif not pays:
-            told = "pays at none (lower bound of the speedup above 1)"
-        elif min(others) < max(pays):  # it does not stop paying at one size
-            told = (
-                f"pays at {', '.join(map(str, pays))} only: elsewhere the speedup of the best "
-                "depth is not above 1 with 95 % confidence"
+    for temperature, sizes in pays.items():
+        at = ", ".join(str(size) for size, sure in sizes.items() if sure) or "none"
+        if len(sizes) > 1:
+            sentences.append(
+                f"At temperature {temperature:g}, speculation pays at batch sizes {at} of "
+                f"{', '.join(map(str, sizes))}: the speedup of the best depth is above 1 there, "
+                "with 95 % confidence."
             )
-        else:
-            told = (
-                f"stops paying at {min(others)}: there the speedup of the best depth is no longer "
-                "above 1 with 95 % confidence"
-            )
-        over = f"over batches of {', '.join(map(str, here))}"
-        sentences.append(f"At temperature {temperature:g}, {over}, speculation {told}.")
     return sentences
 
 
@@ -428,6 +405,11 @@ def witness_table(section: WitnessSection) -> Table:
     lines = [(str(row.batch_size), row) for row in section.batches]
     notes += section.notes
     return table("vLLM beside our loop", caption, "batch", WITNESSED, lines, notes)
+
+
+def with_witness(report: Report, section: WitnessSection) -> Report:
+    """Return the report with the section and its table added."""
+    return replace(report, vllm=section, tables=[*report.tables, witness_table(section)])
 
 
 def _disagreement(one: Disagreement) -> str:

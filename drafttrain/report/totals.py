@@ -1,18 +1,95 @@
 """Compute totals by prompt from results: sums over its turns, times composed of its passes."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from drafttrain.core.types import Counters, PromptResult
-from drafttrain.report.pass_times import PassTimes
+from drafttrain.core.types import Counters, MethodKey, PromptResult
 from drafttrain.report.results import PLAIN, Measurement, OutsideCounts, Seconds
 
 REPEATED_NGRAM = 4  # tokens; shorter ones recur in any text
 FEWEST_PROMPTS = 5  # resampling fewer tells nothing about other prompts
+ENOUGH_PASSES = 5  # of a kind, for a median
+RANGES_PER_DOUBLING = 4  # of the context: within a range it grows by a fifth
 
 Key = tuple[str, str]  # task, prompt_id: the unit of the bootstrap
+Parts = tuple[float, ...]  # seconds of draft, verify, other; of the prefill alone
+Kind = tuple[MethodKey, bool, int, int, int]  # prefill, rows, depth and nodes of the proposals
+
+
+class PassTimes:
+    """The median time of each kind of pass, by method, batch, proposal and range of contexts.
+
+    What is decoded, and in which passes, is the same every time; only times are noisy. So passes
+    are counted, and timed over all prompts: a pass that something else on the machine delayed
+    changes nothing, and no prompt depends on when it happened to be decoded.
+
+    whole: takes the place of kinds that these results timed too rarely.
+    """
+
+    def __init__(self, results: Iterable[PromptResult], whole: "PassTimes | None" = None) -> None:
+        self.whole = whole
+        self._timed: dict[Kind, dict[int, list[Parts]]] = defaultdict(lambda: defaultdict(list))
+        self._medians: dict[tuple[Kind, int], Parts] = {}
+        for result in results:
+            for kind, contexts, parts in _passes(result):
+                self._timed[kind][contexts].append(parts)
+
+    def seconds(self, result: PromptResult) -> Seconds:
+        """Return the time of a decoding by stage; as it was measured if its passes were not."""
+        stats = result.stats
+        parts = {"prefill": stats.prefill_s}
+        parts |= {"draft": stats.draft_s, "verify": stats.verify_s, "other": stats.other_s}
+        untimed = parts["draft"] + parts["verify"] + parts["other"]
+        if stats.passes or not untimed:
+            (prefill,), *passes = [self._median(kind, where) for kind, where, _ in _passes(result)]
+            sums = [sum(column) for column in zip(*passes, strict=True)] or [0.0] * 3
+            parts = dict(zip(parts, [prefill, *sums], strict=True))
+        return Seconds(total=sum(parts.values()), **parts)
+
+    def waits(self, result: PromptResult) -> tuple[float, float]:
+        """Return the seconds until the first and the last token, with those of a batch's others."""
+        stats = result.stats
+        if not stats.passes and stats.total_s > stats.prefill_s:  # its passes were not timed
+            return stats.prefill_s, stats.total_s
+        each = [kind[2] * sum(self._median(kind, where)) for kind, where, _ in _passes(result)]
+        return each[0], sum(each)
+
+    def delay(self, result: PromptResult) -> float:
+        """Return how many times as long a decoding took as its passes do in the median."""
+        usual = self.seconds(result).total
+        return result.stats.total_s / usual if usual > 0 else 1.0
+
+    def _median(self, kind: Kind, contexts: int) -> Parts:
+        """Return the median of a kind near a range of contexts: in it, if it has enough."""
+        if (kind, contexts) in self._medians:
+            return self._medians[kind, contexts]
+        timed, near = self._timed.get(kind, {}), []
+        for each in sorted(timed, key=lambda each: abs(each - contexts)):
+            near += timed[each]
+            if len(near) >= ENOUGH_PASSES:
+                break
+        if len(near) < ENOUGH_PASSES and self.whole is not None:
+            return self.whole._median(kind, contexts)
+        parts = tuple(map(statistics.median, zip(*near, strict=True)))
+        self._medians[kind, contexts] = parts
+        return parts
+
+
+def _passes(result: PromptResult) -> Iterable[tuple[Kind, int, Parts]]:
+    """Yield the kind, range of contexts and seconds of the prefill, then of each pass."""
+    stats, context = result.stats, result.num_prompt_tokens
+    rows = stats.passes[0][0] if stats.passes else 1
+    yield (result.key, True, rows, 0, 0), _range(context), (stats.prefill_s,)
+    starts = [start for start, *_ in stats.cycles] or range(1, len(stats.passes) + 1)
+    for start, (rows, depth, nodes, *seconds) in zip(starts, stats.passes, strict=False):
+        yield (result.key, False, rows, depth, nodes), _range(context + start), tuple(seconds)
+
+
+def _range(context: int) -> int:
+    return int(RANGES_PER_DOUBLING * math.log2(context))
 
 
 @dataclass(frozen=True)
@@ -82,12 +159,12 @@ def collect(results: Iterable[PromptResult]) -> dict[str, Totals]:
     }
 
 
-def by_task(totals: Totals) -> dict[str, list[PromptTotals]]:
-    """Return the prompts of each task."""
-    tasks: dict[str, list[PromptTotals]] = {}
-    for (task, _), prompt in totals.items():
-        tasks.setdefault(task, []).append(prompt)
-    return tasks
+def by_scope(keys: Iterable[Key]) -> dict[str, list[Key]]:
+    """Return the prompts of all tasks, under "all", and of each."""
+    tasks: dict[str, list[Key]] = {}
+    for key in (every := list(keys)):
+        tasks.setdefault(key[0], []).append(key)
+    return {"all": every, **tasks}
 
 
 def _totals(
@@ -147,22 +224,15 @@ def _totals(
 
 def _outside(results: Sequence[PromptResult]) -> OutsideCounts | None:
     """Return the counts outside repetition; None if an engine did not record its cycles."""
-    total, num_target_passes = Counters(), 0
+    counts = []
     for result in results:
         cycles, counters = result.stats.cycles, result.stats.trimmed
         if counters.num_drafts and not cycles:
             return None
         drafted = sum(num_draft_tokens for _, num_draft_tokens, _ in cycles)
         assert drafted == counters.num_draft_tokens, "the cycles are those of the trimmed counters"
-        here, passes = outside_repetition(result.tokens, cycles)
-        total, num_target_passes = total + here, num_target_passes + passes
-    return OutsideCounts(
-        num_target_passes,
-        total.num_drafts,
-        total.num_draft_tokens,
-        total.num_accepted_tokens,
-        total.num_cut_drafts,
-    )
+        counts.append(outside_repetition(result.tokens, cycles))
+    return OutsideCounts(*(sum(column) for column in zip(*map(astuple, counts), strict=True)))
 
 
 def repeats(tokens: Sequence[int]) -> list[bool]:
@@ -181,8 +251,8 @@ def repeats(tokens: Sequence[int]) -> list[bool]:
 
 def outside_repetition(
     tokens: Sequence[int], cycles: Sequence[tuple[int, int, int]]
-) -> tuple[Counters, int]:
-    """Return the counters and target passes that began where the output does not repeat itself.
+) -> OutsideCounts:
+    """Return the counts of drafts and passes that began where the output does not repeat itself.
 
     cycles: (output position of the cycle's first token, drafted, accepted), the latter two trimmed
     as in `Counters`; a cycle without drafted tokens is a pass, but not a draft. A cycle is outside
@@ -190,15 +260,12 @@ def outside_repetition(
     the output.
     """
     flags = repeats(tokens)
-    counters, num_target_passes = Counters(), 0
     starts = [*(position for position, *_ in cycles), len(tokens)]
-    for (position, num_draft_tokens, num_accepted_tokens), end in zip(
-        cycles, starts[1:], strict=True
-    ):
-        if flags[position]:
-            continue
-        num_target_passes += 1
-        if num_draft_tokens:
-            cut = end - position == num_accepted_tokens
-            counters.add(num_draft_tokens, num_accepted_tokens, cut=cut)
-    return counters, num_target_passes
+    passes = [
+        (drafted, accepted, end - position == accepted)  # cut: no token of its own came last
+        for (position, drafted, accepted), end in zip(cycles, starts[1:], strict=True)
+        if not flags[position]
+    ]
+    drafts = [one for one in passes if one[0]]
+    drafted, accepted, cut = (sum(one[part] for one in drafts) for part in range(3))
+    return OutsideCounts(len(passes), len(drafts), drafted, accepted, cut)

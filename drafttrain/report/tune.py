@@ -6,6 +6,7 @@ from pathlib import Path
 
 from drafttrain.report.document import Document, notes
 from drafttrain.report.phrases import number
+from drafttrain.report.plots import sweep_figure
 from drafttrain.report.results import Table
 from drafttrain.report.tables import Column, table
 from drafttrain.report.write import write_pages
@@ -120,8 +121,6 @@ def write_tuning(
     remarks: list[str],
 ) -> Path:
     """Write tuned.md and tuned.html into the run's folder; return the page."""
-    from drafttrain.report.plots import depth_figure  # matplotlib takes a second
-
     chosen, *rest = tune_tables(predictions, choices)
     document = Document(
         "depths, predicted and measured",
@@ -135,5 +134,5 @@ def write_tuning(
         for p in predictions
         if p.task == "all"
     ]
-    figures = [depth_figure(points)] if len({point[2] for point in points}) > 1 else []
+    figures = [sweep_figure(points)] if len({point[1:3] for point in points}) > 1 else []
     return write_pages(folder, "tuned", document, figures)

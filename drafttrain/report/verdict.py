@@ -8,8 +8,6 @@ from drafttrain.report.phrases import bounds, memory, money, number, percent
 from drafttrain.report.results import (
     Estimate,
     ExtraMemory,
-    Flag,
-    LosslessCheck,
     MethodRow,
     MethodRows,
     Money,
@@ -184,16 +182,6 @@ def headline(verdict: TaskVerdict, target: str, drafter: str, lossless: bool) ->
     open_ = ci95 is not None and ci95[0] <= 1 <= ci95[1]
     sure = ", which may be no difference at all" if open_ else ""
     return f"{call(verdict)}: {target} decodes {gain} ({bounds(ci95)}){sure}{doubt}{rule}."
-
-
-def is_serious(flag: Flag, check: LosslessCheck) -> bool:
-    """Return whether a flag puts a report's numbers in doubt.
-
-    Three do not: few timing blocks, a busy machine, and greedy outputs that rounding changed in a
-    narrow dtype, if the rule is lossless and the check found no difference.
-    """
-    sound = check.lossless and check.identical
-    return not (flag.kind in ("timing", "busy") or (flag.kind == "outputs_differing" and sound))
 
 
 def grouped(verdicts: Mapping[str, TaskVerdict]) -> list[str]:

@@ -5,21 +5,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from drafttrain.report.document import Document
-from drafttrain.report.markdown import LONGEST_TEXT, markdown
+from drafttrain.report.document import LONGEST_TEXT, Document, markdown
 from drafttrain.report.phrases import positions, value_and_range
+from drafttrain.report.plots import Figure
 from drafttrain.report.results import Badge, Cell, Change, Estimate, Table
 from drafttrain.report.tables import texts
 from drafttrain.runtime.disk import write_whole, writing
 from drafttrain.runtime.untrusted_input import escaped, shown
 
-if TYPE_CHECKING:
-    from drafttrain.report.plots import Figure  # matplotlib takes a second
+LONG = 28  # characters; a longer cell takes several lines
 
 
 def as_data(value: Any) -> Any:
@@ -49,13 +49,18 @@ def as_json(content: Mapping[str, Any]) -> str:
 
 
 def write_pages(
-    folder: Path, name: str, document: Document, figures: Sequence["Figure"], content: object = None
+    folder: Path, name: str, document: Document, figures: Sequence[Figure], content: object = None
 ) -> Path:
     """Write a document as Markdown and HTML, and its content as JSON; return the HTML page."""
     texts = {} if content is None else {f"{name}.json": as_json(as_data(content))}
     texts |= {f"{name}.md": markdown(document), f"{name}.html": html(document, figures)}
     write_texts(texts, folder)
     return folder / f"{name}.html"
+
+
+def pictures(figures: Sequence[Figure]) -> dict[str, np.ndarray]:
+    """Return figures by title, as bytes, "height width 3"."""
+    return {figure.title: figure.pixels() for figure in figures}
 
 
 def write_texts(files: Mapping[str, str], folder: Path) -> None:
@@ -66,13 +71,7 @@ def write_texts(files: Mapping[str, str], folder: Path) -> None:
         write_whole(folder / name, text)
 
 
-if TYPE_CHECKING:
-    from drafttrain.report.plots import Figure  # matplotlib takes a second
-
-LONG = 28  # characters; a longer cell takes several lines
-
-
-def html(document: Document, figures: Sequence["Figure"] = ()) -> str:
+def html(document: Document, figures: Sequence[Figure] = ()) -> str:
     """Return the page: style and figures inline, every text escaped."""
     environment = Environment(
         loader=PackageLoader("drafttrain.report"),

@@ -33,8 +33,8 @@ from drafttrain.config.sections import ChatConfig
 from drafttrain.core.types import Decoded, DecodeStats
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.decode.rows import Passes
-from drafttrain.decode.stream import ACCEPTED, Piece, Stream
-from drafttrain.report.answers import DRAFTED, AnswerView, numbers_of
+from drafttrain.decode.stream import ACCEPTED, UNDRAFTED, Piece, Stream
+from drafttrain.report.answers import DRAFTED, numbers_of, show
 from drafttrain.runtime.terminal import Terminal
 
 QUICK = ["drafter=ngram", "model=tiny", "hardware.threads=1", "hardware.dtype=float32"]
@@ -325,13 +325,18 @@ def test_a_target_without_a_chat_template_is_named(
     assert error.count("\n") == 1
 
 
-def test_a_long_line_is_shown_once_however_narrow_the_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = drafttrain.load_target("tiny", device="cpu", dtype="float32")
-    drafter = drafttrain.load_drafter("ngram", target)
-    stream = drafttrain.stream(target, drafter, "Say red, red, red, red.", max_new_tokens=60)
-    console, kept = Terminal(width=24), list[Text]()
+def test_an_answer_at_a_terminal_is_marked_whole_and_safe() -> None:
+    def passes() -> Passes:
+        yield from ()
+        return [Decoded((), DecodeStats())]
+
+    class Written(Stream):
+        def __iter__(self) -> Iterator[Piece]:
+            yield Piece("aaaa ", (1,), UNDRAFTED)
+            for text in ("bbbbb", " ", "cc d", "\u00a0!\n", "\u3000漢\x1b[2J"):
+                yield Piece(text, (1,), ACCEPTED)
+
+    console, kept = Terminal(width=10), list[Text]()
     console._force_terminal, console.file = True, io.StringIO()
     draw = console.print
 
@@ -340,36 +345,12 @@ def test_a_long_line_is_shown_once_however_narrow_the_terminal(
             kept.append(text)
         draw(text, **told)
 
-    monkeypatch.setattr(console, "print", keep)
-    with AnswerView(console, stream, marks=True, plain=10.0) as view:
-        for piece in stream:
-            view.add(piece)
-    *lines, status = kept
+    stream = Written(passes(), None, 9)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(console, "print", keep)
+        show(stream, console, marks=True, plain=10.0)
+    *texts, status = kept
+    assert [str(text.style) for text in texts] == ["", *[DRAFTED] * 5]
     assert status.plain == numbers_of(stream, 10.0)
-    assert len(lines) > 3
-    assert max(len(line.plain.rstrip()) for line in lines) <= 24
-    assert "".join("".join(line.plain for line in lines).split()) == "".join(stream.text.split())
-    drafted = "".join(piece.text for piece in stream.pieces if piece.writer == ACCEPTED)
-    marked = [
-        line.plain[s.start : s.end] for line in lines for s in line.spans if s.style == DRAFTED
-    ]
-    assert drafted
-    assert "".join("".join(marked).split()) == "".join(drafted.split())
-
-
-def test_spaces_at_the_margin_and_letters_of_every_script_stay() -> None:
-    def passes() -> Passes:
-        yield from ()
-        return [Decoded((), DecodeStats())]
-
-    console, written = (
-        Terminal(width=10),
-        ["aaaa bbbbb", " ", "cc d", "\u00a0!\n", "\u3000漢\x1b[2J"],
-    )
-    console._force_terminal, console.file = True, io.StringIO()
-    with AnswerView(console, Stream(passes(), None, 9), marks=True) as view:
-        for text in written:
-            view.add(Piece(text, (1,), ACCEPTED))
     shown = plain(console.file.getvalue())
-    assert "aaaa bbbbb cc d\u00a0!" in shown.replace("\n", " ")
-    assert "\u3000漢\\x1b[2J" in shown.replace("\n", "")
+    assert "aaaa bbbbb cc d\u00a0!\n\u3000漢\\x1b[2J\n" in shown

@@ -9,8 +9,7 @@ from test_evaluate import PROMPTS, drafters, settings
 from drafttrain.core.chance import SeededChance
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
-from drafttrain.evaluation.acceptance_change import acceptance_change, change_statement
-from drafttrain.evaluation.measure import first_turn
+from drafttrain.evaluation.measure import acceptance_change, change_statement, first_turn
 from drafttrain.report.results import BeforeAfter, Change, Estimate
 from drafttrain.target.model import Target
 

@@ -24,16 +24,19 @@ from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import Counters, DecodeStats, PromptResult
-from drafttrain.evaluation.compare_runs import compare_runs
-from drafttrain.evaluation.compare_runs import comparison_table as table_for_tracker
-from drafttrain.report import comparison_pages as pages
 from drafttrain.report.build import certified
-from drafttrain.report.comparison import Comparison
+from drafttrain.report.comparison import (
+    Comparison,
+    compare_runs,
+    comparison_document,
+    comparison_figures,
+    comparison_summary,
+    comparison_table,
+)
 from drafttrain.report.config import CompareSettings
 from drafttrain.report.definitions import COMPARED, DEFINITIONS
-from drafttrain.report.markdown import markdown as text_of
+from drafttrain.report.document import markdown as text_of
 from drafttrain.report.phrases import cell
-from drafttrain.report.plots import comparison_figures
 from drafttrain.report.results import Change, Check, Estimate, LosslessCheck, TimingInfo
 from drafttrain.report.tables import rich_table
 from drafttrain.report.write import as_data, as_json
@@ -158,15 +161,11 @@ def read(comparison: dict[str, Any]) -> Comparison:
 
 def comparison_html(comparison: dict[str, Any]) -> str:
     compared = read(comparison)
-    return page_of(pages.comparison_document(compared), comparison_figures(compared))
+    return page_of(comparison_document(compared), comparison_figures(compared))
 
 
 def comparison_markdown(comparison: dict[str, Any]) -> str:
-    return text_of(pages.comparison_document(read(comparison)))
-
-
-def comparison_table(comparison: dict[str, Any]) -> Any:
-    return table_for_tracker(read(comparison))
+    return text_of(comparison_document(read(comparison)))
 
 
 def row_of(comparison: dict[str, Any], method: str) -> dict[str, Any]:
@@ -779,7 +778,7 @@ def test_settings_are_checked(tmp_path: Path) -> None:
 
 def shown(comparison: dict[str, Any], width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(rich_table(pages.comparison_summary(read(comparison))))
+    console.print(rich_table(comparison_summary(read(comparison))))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -822,7 +821,7 @@ def test_the_trackers_table_has_a_row_per_method_and_task(tmp_path: Path) -> Non
     a = write_run(tmp_path / "a", results(seed=1))
     b = write_run(tmp_path / "b", results(seed=2), seed=1, depth=3)
     comparison = compared(a, b)
-    columns, rows = comparison_table(comparison)
+    columns, rows = comparison_table(read(comparison))
     assert len(rows) == 4 * 3
     assert all(len(row) == len(columns) for row in rows)
     cells = dict(zip(columns, rows[3], strict=True))

@@ -39,7 +39,7 @@ from drafttrain.evaluation.measure import (
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.tune_choice import Chosen
 from drafttrain.report.outputs import first_blocks
-from drafttrain.report.pairs import BEFORE
+from drafttrain.report.results import BEFORE
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.model import Target
 from drafttrain.training.engine.build import build_engine

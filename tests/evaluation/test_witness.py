@@ -44,11 +44,10 @@ from drafttrain.evaluation.witness.section import (
     check_witness,
     witness_section,
 )
-from drafttrain.report.markdown import markdown
+from drafttrain.report.document import markdown
 from drafttrain.report.pages import report_document
 from drafttrain.report.results import BothSeconds, WitnessSection
-from drafttrain.report.tables import witness_table
-from drafttrain.report.witness import with_witness
+from drafttrain.report.tables import with_witness, witness_table
 from drafttrain.report.write import as_data, as_json, html
 from drafttrain.target.model import Target
 from drafttrain.target.vllm.process import find_python, meaningful_line

@@ -26,10 +26,18 @@ from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.export import Exported, check, export_drafter
 from drafttrain.formats.write.precision import Precision, read_back
+from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.build import build_report
 from drafttrain.report.card import CardData, model_card, read_run, served_as
 from drafttrain.report.config import VerdictSettings
-from drafttrain.report.results import LosslessCheck, Report, TimingInfo
+from drafttrain.report.results import (
+    SCHEMA_VERSION,
+    Evaluated,
+    LimitedSampling,
+    LosslessCheck,
+    Report,
+    TimingInfo,
+)
 from drafttrain.report.write import as_data, as_json
 from drafttrain.runtime.untrusted_input import typed
 
@@ -763,27 +771,23 @@ def evaluation() -> Report:
             ("ngram", 1.5 + prompt, 1),
         )
     ]
-    return build_report(
-        results,
+    about = Evaluated(
+        schema_version=SCHEMA_VERSION,
         target="tiny",
         drafter="eagle3",
         depth=3,
-        sampling=GREEDY,
+        sampling=LimitedSampling(**vars(GREEDY), max_new_tokens=16),
         draft_sampling=GREEDY,
         batch_size=1,
-        certificate=None,
         sweep=[],
         tables=[],
-        max_new_tokens=16,
         lossless=LosslessCheck("greedy match", True, "float32", 6, 6, [], ""),
         timing=TimingInfo("bfloat16", 2, 1, "cpu"),
         provenance={"commit": "0123abc"},
         prompts={"file": "prompts.jsonl"},
         notes=[],
-        resamples=200,
-        seed=0,
-        verdict=VerdictSettings(1.05, None, "USD"),
     )
+    return build_report(results, about, Resampling(200, 0), VerdictSettings(1.05, None, "USD"))
 
 
 def drawn(**changes: Any) -> Report:
@@ -858,14 +862,15 @@ def test_the_measured_table_comes_from_the_runs_reports(tmp_path: Path) -> None:
     assert provenance == {"commit": "89abcde"}
     card = dataclasses.replace(CARD, reports=reports, provenance=provenance)
     text = model_card(card, {"model_type": "llama"}, {"vLLM": "vllm serve"}, ())
-    assert "Evaluation **greedy**: eagle3 at depth 3, greedy, batch 1." in text
+    assert "Evaluation **greedy** of eagle3. " in text
+    assert "depth 3 · greedy · at most" in text
     assert "Evaluation **sampled**" in text
     rows = [line for line in text.splitlines() if line.startswith(("| all |", "| code", "| all,"))]
     assert len(rows) == 6
     assert rows[0].startswith("| all | 3.00 [3.00, 3.00] | 3.00 | 1.00 1.00 .00 |")
     assert rows[2].startswith("| all, by ngram | 2.00 [2.00, 2.00]")
     assert "6 of 6 greedy outputs identical to plain decoding in float32" in text
-    assert "Timed in bfloat16 on cpu with 2 threads, 1 interleaved block." in text
+    assert "batch 1 · timed in bfloat16 on cpu, 2 threads, 1 interleaved block." in text
     assert "- `speedup`: Tokens per second over those of the plain" in text
     assert "Not measured" not in text
 

@@ -17,9 +17,9 @@ from test_compare_runs import results, write_run
 
 from drafttrain.commands.setup.target_and_drafter import recorded_spec
 from drafttrain.core.types import DecodeStats, PromptResult
-from drafttrain.evaluation.compare_runs import read_run
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.tune_choice import TUNED, read_tuned
+from drafttrain.report.runs import read_run
 from drafttrain.runtime.run_folder import load_config
 from drafttrain.target.model import load_target
 from drafttrain.training.checkpoint import Checkpoints, _digest

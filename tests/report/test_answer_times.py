@@ -8,9 +8,9 @@ from test_report import built, measured, report_of, summary_table, two_prompts
 
 from drafttrain.core.types import PromptResult
 from drafttrain.report.pages import report_document
-from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.tables import answers_table, texts
 from drafttrain.report.tables import summary_table as table_of
+from drafttrain.report.totals import PassTimes
 
 
 def answers(lengths: list[int]) -> list[PromptResult]:

@@ -11,7 +11,7 @@ from drafttrain.core.types import PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.report.metrics import Resampling
 from drafttrain.report.outputs import along_output, examples_of
-from drafttrain.report.plots import along_figure, time_figure
+from drafttrain.report.plots import time_figure
 from drafttrain.report.results import Example, WrittenText
 from drafttrain.report.write import as_data
 
@@ -122,9 +122,5 @@ def test_bins_grow_with_the_output() -> None:
     assert {b.last - b.first for b in bins} == {31}
 
 
-def test_figures_of_outputs_name_their_units() -> None:
-    drawn = along_figure(along_output(five_prompts(), "eagle3", Resampling(200, 0)))
-    text = drawn.__html__()
-    assert "accepted tokens per draft" in text
-    assert ">17<" in text, "the drafts of a bin"
+def test_the_figure_of_outputs_names_its_units() -> None:
     assert "seconds after the prefill" in time_figure(examples(), "eagle3").__html__()

@@ -10,13 +10,14 @@ from test_report import built, many_prompts
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
-from drafttrain.evaluation.compare_runs import compare_runs
+from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.build import certified, sweep_point
-from drafttrain.report.comparison_pages import write_comparison
+from drafttrain.report.comparison import compare_runs, comparison_document, comparison_figures
 from drafttrain.report.config import CompareSettings, VerdictSettings
 from drafttrain.report.pages import write_report
 from drafttrain.report.results import Check, Divergence, ExtraMemory, LosslessCheck, TimingInfo
 from drafttrain.report.tables import certificate_table, sweep_table
+from drafttrain.report.write import write_pages
 
 GOLDEN = ROOT / "tests" / "golden"
 DIVERGENCE = Divergence(prompt="prompt 1", position=3, gap=0.25, noise=1e-5, tie=False)
@@ -45,7 +46,7 @@ def fixed_results(pace: float = 1.0, seed: int = 0) -> list[PromptResult]:
 def write_fixed(folder: Path, pace: float = 1.0, seed: int = 0) -> None:
     """Write the report of fixed measurements, with every section that a report can have."""
     results = fixed_results(pace, seed)
-    point = {"drafter": "eagle3", "temperature": 0.0, "resamples": 200, "seed": 0}
+    point = {"drafter": "eagle3", "temperature": 0.0, "resampling": Resampling(200, 0)}
     sweep = [
         sweep_point(fixed_results(0.9 * pace, seed), depth=1, batch_size=1, **point),
         sweep_point(results, depth=2, batch_size=1, **point),
@@ -107,7 +108,9 @@ def fixed_files(place: Path) -> dict[str, str]:
         name="ours",
         dir="compared",
     )
-    write_comparison(compare_runs(settings, {"command": "compare"}), place / "compared")
+    found = compare_runs(settings, {"command": "compare"})
+    document, figures = comparison_document(found), comparison_figures(found)
+    write_pages(place / "compared", "compare", document, figures, found)
     files = (place / "a/evaluations/default/report.json", place / "compared/compare.json")
     return {file.name: file.read_text() for file in files}
 

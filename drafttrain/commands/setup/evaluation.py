@@ -43,9 +43,8 @@ from drafttrain.evaluation.measure import (
 from drafttrain.evaluation.record import require_same, settings_of
 from drafttrain.evaluation.tune_choice import CHAIN, TUNED, Chosen, read_tuned
 from drafttrain.report.curves import training_curves
-from drafttrain.report.pairs import BEFORE
 from drafttrain.report.phrases import memory
-from drafttrain.report.results import TimingInfo, TrainingCurves
+from drafttrain.report.results import BEFORE, TimingInfo, TrainingCurves
 from drafttrain.runtime.disk import refuse_links
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
 from drafttrain.runtime.lock import hold, require_free

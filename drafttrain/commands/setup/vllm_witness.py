@@ -16,7 +16,7 @@ from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.write.export import export_drafter
 from drafttrain.report.card import CardData, served_as
 from drafttrain.report.results import Report
-from drafttrain.report.witness import with_witness
+from drafttrain.report.tables import with_witness
 from drafttrain.target.placement import SERVING_SHARE, engine_gpus
 from drafttrain.target.pretrained.models import find
 

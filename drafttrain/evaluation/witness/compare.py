@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from drafttrain.core.types import Counters
 from drafttrain.evaluation.certify import first_difference
 from drafttrain.evaluation.witness.engine import BatchWitness, EngineMeasurement
+from drafttrain.report.phrases import number
 from drafttrain.report.results import EXACT_DTYPES, Agreement, Disagreement, Prediction
-from drafttrain.report.witness import agreement_statement, prediction_statement
 
 # Kernels differ by about 1e-5 in float32 logits; a gap of 3e-6 occurred in 4000 tokens.
 TIE_GAP = 1e-3
 CALIBRATED = 3  # every third output calibrates, the others test
+WANTED = 0.15  # how far a predicted speedup may be from the measured one
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def compare_with_ours(
         ours=sum((one.counters for one in ours), Counters()),
         theirs=sum(counters, Counters()),
         disagreements=found,
-        statement=agreement_statement(len(ours), len(ours) - len(found), ties, dtype),
+        statement=_agreement_statement(len(ours), len(ours) - len(found), ties, dtype),
     )
 
 
@@ -105,9 +106,36 @@ def predict(alone: BatchWitness, ours: Sequence[Ours]) -> Prediction | None:
         error=slow / fast / measured - 1,
         statement="",
     )
-    return replace(prediction, statement=prediction_statement(prediction))
+    return replace(prediction, statement=_prediction_statement(prediction))
 
 
 def _speed(engine: EngineMeasurement, places: Sequence[int]) -> float:
     tokens = sum(len(engine.tokens[place]) for place in places)
     return tokens / sum(engine.seconds[place] for place in places)
+
+
+def _agreement_statement(num_outputs: int, num_equal: int, num_ties: int, dtype: str) -> str:
+    """Return one sentence on whether vLLM's counts are ours."""
+    what = "tokens and counters" if dtype in EXACT_DTYPES else "tokens"
+    statement = (
+        f"{num_equal} of {num_outputs} greedy outputs in {dtype} have vLLM's {what} and ours alike"
+    )
+    if others := num_outputs - num_equal:
+        statement += f"; {num_ties} of the other {others} part at a near tie of the target"
+        if others > num_ties:
+            statement += f", {others - num_ties} for another reason"
+    return f"{statement}."
+
+
+def _prediction_statement(found: Prediction) -> str:
+    """Return one sentence with vLLM's predicted and measured speedup."""
+    off = abs(found.error)
+    return (
+        f"vLLM's speedup at batch 1 on {found.num_test} outputs: predicted "
+        f"{number(found.predicted_with_prefill)} ({number(found.predicted)} without the "
+        f"prefill) from our {number(found.tokens_per_pass)} tokens per pass and its own times "
+        f"on {found.num_calibration} other outputs ({number(1000 * found.t_plain_s)} ms a "
+        f"step, {number(1000 * found.t_cycle_s)} ms a cycle), measured "
+        f"{number(found.measured)}: {100 * off:.0f} % off"
+        f"{'' if off <= WANTED else f', more than {100 * WANTED:.0f} %'}."
+    )

@@ -39,12 +39,29 @@ from drafttrain.report.results import (
     WitnessSection,
 )
 from drafttrain.report.totals import collect
-from drafttrain.report.witness import DEFINITIONS
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.target.model import Target
 from drafttrain.target.vllm.process import find_python
 
 REPEATS = 5  # of every timed batch
+DEFINITIONS = {
+    "vllm": "The same prompts, token for token, decoded by a real vLLM with and without the "
+    "drafter, prefill included; batch: requests handed in together, the next when all are done.",
+    "mean_acceptance_length": "1 + accepted / drafts by vLLM's own counters, which count accepted "
+    "tokens past the end token and the limit; ours beside it is counted so too. ci95: bootstrap "
+    "over prompts, at batch 1 alone, where each prompt's counters can be told apart.",
+    "speedup": "vLLM's tokens per second with the drafter over its own without; ours over ours. "
+    "Batches of prompts went through both engines in turns, unless it says one after the other.",
+    "agreement": "Greedily in float32 at batch 1, every output's tokens and counters (drafts, "
+    "drafted, accepted, accepted by position) are vLLM's and ours alike; or the outputs part where "
+    "the target's two best logits are a near tie (a gap of at most 0.001, audited by our target). "
+    "Without room for float32: tokens alone, in the served dtype, where a near tie is a gap of at "
+    "most twice the rounding noise.",
+    "prediction": "tokens_per_pass * t_plain / t_cycle. t_plain, t_cycle: vLLM's time of a plain "
+    "step and of one cycle of draft and verification, after the prefill, on every third output; "
+    "tokens_per_pass: our loop's, on the others; measured: vLLM's speedup on the others. "
+    "predicted_with_prefill adds each engine's mean prefill.",
+}
 LOOKUP_NOTE = (
     "vLLM's prompt lookup copies what followed the earliest occurrence of the longest suffix, ours "
     "what followed the latest: the text is the same, drafts and counters need not be."
