@@ -14,14 +14,13 @@ from drafttrain.commands.generate import answered
 from drafttrain.commands.setup.talk import Talk
 from drafttrain.core.types import Decoded, DecodeStats
 from drafttrain.data.chat import prompt_tokens
+from drafttrain.data.conversations import Conversation
 from drafttrain.data.evaluation_prompts import Prompt
-from drafttrain.data.prompts_to_answer import Question
 from drafttrain.data.records import Message
 from drafttrain.decode.rows import Passes, Row
 from drafttrain.evaluation.measure import ALONE, _group
 from drafttrain.evaluation.witness.section import asked_of
-from drafttrain.target.answers.dialogue import Dialogue
-from drafttrain.target.answers.local import take_tokens
+from drafttrain.target.answers.dialogue import ChatTokens, Dialogue
 from drafttrain.target.answers.selfgen import Frame, Written, append
 
 ASKED = [Message("user", "Hi"), Message("assistant", "It is"), Message("user", "Why")]
@@ -45,8 +44,10 @@ def written(tokenizer: Any) -> list[int]:
 def test_regenerate() -> None:
     model = target()
     turns = (Message("user", "Hi"), Message("user", "Why"))
-    dialogue = Dialogue(Question(turns, 0, "a.jsonl:1", "0" * 16), False)
-    take_tokens(dialogue, written(model.tokenizer), model.spec, model.tokenizer, BY_TEMPLATE)
+    dialogue = Dialogue(Conversation(turns, 0, "a.jsonl:1"))
+    config: Any = None  # of the limits, which an answer does not need
+    chat = ChatTokens(config, BY_TEMPLATE, model.tokenizer, model.spec, 0)
+    chat.take(dialogue, written(model.tokenizer))
     assert dialogue.messages == ASKED
 
 

@@ -16,8 +16,8 @@ from test_regenerate_command import settings as answer_settings
 from drafttrain.commands import generate
 from drafttrain.commands.setup.talk import Talk
 from drafttrain.commands.setup.target_and_drafter import _read_samples
+from drafttrain.data.conversations import read_asked
 from drafttrain.data.evaluation_prompts import Prompt
-from drafttrain.data.prompts_to_answer import read_asked
 from drafttrain.data.skips import SkipReport
 from drafttrain.decode.rows import check_room
 from drafttrain.evaluation.measure import fitting
