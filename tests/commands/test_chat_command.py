@@ -15,8 +15,9 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,14 +28,16 @@ from rich.text import Text
 
 import drafttrain
 from drafttrain.__main__ import main
-from drafttrain.commands.generate import asked
+from drafttrain.commands.chat import asked
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import ChatConfig
 from drafttrain.core.types import Decoded, DecodeStats
+from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
+from drafttrain.data.records import Message
 from drafttrain.decode.rows import Passes
 from drafttrain.decode.stream import ACCEPTED, Piece, Stream
-from drafttrain.report.answers import DRAFTED, AnswerView, numbers_of
+from drafttrain.report.answers import DRAFTED, numbers_of, show
 from drafttrain.runtime.terminal import Terminal
 
 QUICK = ["drafter=ngram", "model=tiny", "hardware.threads=1", "hardware.dtype=float32"]
@@ -341,9 +344,7 @@ def test_a_long_line_is_shown_once_however_narrow_the_terminal(
         draw(text, **told)
 
     monkeypatch.setattr(console, "print", keep)
-    with AnswerView(console, stream, marks=True, plain=10.0) as view:
-        for piece in stream:
-            view.add(piece)
+    show(stream, console, marks=True, plain=10.0)
     *lines, status = kept
     assert status.plain == numbers_of(stream, 10.0)
     assert len(lines) > 3
@@ -367,9 +368,27 @@ def test_spaces_at_the_margin_and_letters_of_every_script_stay() -> None:
         ["aaaa bbbbb", " ", "cc d", "\u00a0!\n", "\u3000漢\x1b[2J"],
     )
     console._force_terminal, console.file = True, io.StringIO()
-    with AnswerView(console, Stream(passes(), None, 9), marks=True) as view:
-        for text in written:
-            view.add(Piece(text, (1,), ACCEPTED))
+    stream = Stream(passes(), SimpleNamespace(decode=lambda *_, **__: ""), 9)
+    stream._ready.extend(Piece(text, (1,), ACCEPTED) for text in written)
+    show(stream, console, marks=True)
     shown = plain(console.file.getvalue())
     assert "aaaa bbbbb cc d\u00a0!" in shown.replace("\n", " ")
     assert "\u3000漢\\x1b[2J" in shown.replace("\n", "")
+
+
+def test_a_prompt_is_tokenised_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was tokenised to be checked, before anything was decoded, and then again to be decoded."""
+    asked: list[str] = []
+
+    def counted(messages: Sequence[Message], *about: Any) -> list[int]:
+        asked.append(messages[-1].content)
+        return prompt_tokens(messages, *about)
+
+    monkeypatch.setattr("drafttrain.commands.setup.talk.prompt_tokens", counted)
+    file, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    file.write_text("Hi\nHello\n")
+    told = [f"chat.file={file}", f"chat.out={out}", "chat.max_new_tokens=2"]
+    assert run(capsys, "generate", *QUICK, *told)[0] == 0
+    assert asked == ["Hi", "Hello"]
