@@ -139,7 +139,8 @@ def _run(arguments: list[str], output: Output) -> int:
                     return code
             # A command that saves more when it is asked to stop installs a handler of its own.
             with StopRequest(RESUMES.get(command, "")).listening():
-                module = importlib.import_module(f"drafttrain.commands.{command}")
+                name = "chat" if command == "generate" else command
+                module = importlib.import_module(f"drafttrain.commands.{name}")
                 getattr(module, command)(loaded)
             return 0
     except Stopped as stopped:

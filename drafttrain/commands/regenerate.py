@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from drafttrain import __version__
 from drafttrain.commands.setup.target_and_drafter import load_alone
 from drafttrain.config.groups import follow_up, told_target
 from drafttrain.config.sections import RegenerateConfig
-from drafttrain.core.types import TargetSpec
-from drafttrain.data.prompts_to_answer import read_asked
+from drafttrain.data.conversations import read_asked
 from drafttrain.data.template import require_template, template_fingerprint
 from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.runtime.disk import require_writable
@@ -22,27 +20,21 @@ from drafttrain.runtime.hardware import TORCH_DTYPES, choose_device, dtype_name
 from drafttrain.runtime.lock import of_answers, require_free
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
-from drafttrain.target.answers.answers_file import Answers, Backend
+from drafttrain.target.answers.answers_file import Backend, open_answers
 from drafttrain.target.answers.answers_file import regenerate as answer_all
 from drafttrain.target.answers.config import OPENAI, VLLM
+from drafttrain.target.answers.dialogue import ChatTokens, by_transformers, by_vllm
 from drafttrain.target.answers.endpoint import by_endpoint, served_by
-from drafttrain.target.answers.local import by_transformers, by_vllm
 from drafttrain.target.describe import open_target
-from drafttrain.target.placement import SERVING_SHARE, engine_gpus
-from drafttrain.target.pretrained.ends import directory
-from drafttrain.target.pretrained.models import fingerprint, load_tokenizer
-from drafttrain.target.vllm.engine import VllmEngine
+from drafttrain.target.pretrained.models import fingerprint
+from drafttrain.target.served import start_engine
 from drafttrain.target.vllm.process import require_vllm
+
+Opened = AbstractContextManager[Backend]
 
 
 def regenerate(config: RegenerateConfig) -> None:
     """Have the target answer prompts in its own words, and write conversations for data=jsonl."""
-    with StopRequest(": what is answered stays, and the same command resumes").listening() as stop:
-        regenerate_until(stop, config)
-
-
-def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
-    """Answer the prompts without an answer, until all have one or a scheduler asks to stop."""
     settings = config.regenerate
     out = Path(settings.out).expanduser()
     console.print(
@@ -53,136 +45,93 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
     require_free(out, "regenerate.out", file=of_answers(out))
     if settings.backend == VLLM:
         require_vllm(config.vllm.python, "regenerate.backend=vllm")
-    if settings.backend != OPENAI and settings.max_new_tokens >= config.data.max_length:
-        raise ValueError(
-            "regenerate.max_new_tokens must be less than data.max_length="
-            f"{config.data.max_length}, which prompt and answer share, got "
-            f"{settings.max_new_tokens}; lower it, or raise data.max_length"
-        )
-    asked, skipped = read_asked(config.data, settings.turns)
-    for line in skipped.lines():
-        console.print(line)
-    identity, opened = prepare(config, stop)
-    with Answers(out, settings.identity() | identity) as answers:
-        num_missing = len(answers.missing(asked))
-        console.print(
-            f"data: {len(asked):,} conversations, {len(asked) - num_missing:,} answered before"
-        )
-        if num_missing:
-            with opened as backend:
-                work = answer_all(asked, answers, backend, stop)
-            console.print(
-                f"answered {work.num_answered:,} conversations with {work.num_tokens:,} tokens in "
-                f"{work.seconds:,.1f} s ({work.speed:,.0f} tokens/s)"
-            )
-        else:
-            answers.finish()
-        failed = answers.report(len(asked))
-        if not answers.rows:
-            raise ValueError(
-                f"regenerate.out={out} has no conversation with an answer ({failed.sentence()}); "
-                "change the settings or the prompts, and name another file"
-            )
-        for line in failed.lines():
+    with StopRequest(": what is answered stays, and the same command resumes").listening() as stop:
+        chat = None if settings.backend == OPENAI else chat_tokens(config)
+        asked, skipped = read_asked(config.data, settings.turns)
+        for line in skipped.lines():
             console.print(line)
-        cut = sum(row.cut is not None for row in answers.rows.values())
-        if cut:
-            console.print(f"{cut:,} conversations were cut after an answer: see `cut` in {out}")
-        num_answers = sum(row.num_answers for row in answers.rows.values())
-        num_unfinished = sum(row.num_unfinished for row in answers.rows.values())
-        if num_unfinished:
-            console.print(
-                f"{num_unfinished:,} of {num_answers:,} answers reached the limit, "
-                f"regenerate.max_new_tokens={settings.max_new_tokens}, and are trained without an "
-                "end; raise it, with another regenerate.out, to have them finished"
-            )
-        console.print(f"answers: {out}, {len(answers.rows):,} conversations")
+        identity, backend = remote(config, stop) if chat is None else local(config, chat)
+        with open_answers(out, settings.identity() | identity) as answers:
+            answer_all(asked, answers, backend, stop)
+            report = answers.report(len(asked))
+            if not answers.rows:
+                raise ValueError(
+                    f"regenerate.out={out} has no conversation with an answer "
+                    f"({report.sentence()}); change the settings or the prompts, and name another "
+                    "file"
+                )
+            for line in report.lines():
+                console.print(line)
+            console.print(f"answers: {out}, {len(answers.rows):,} conversations")
     trained = ("data=jsonl", f"data.path={out}", *told_target(config.model))
     console.print(f"next: {follow_up('train', *trained)}")
 
 
-def prepare(
-    config: RegenerateConfig, stop: StopRequest
-) -> tuple[dict[str, Any], AbstractContextManager[Backend]]:
-    """Return what the answers depend on besides the settings, and the backend, not yet opened."""
-    settings, model, template = config.regenerate, config.model, config.data.text_format
-    if settings.backend == OPENAI:
-        console.print(f"asking {settings.base_url} for its models")
-        served = served_by(settings)
-        console.print(
-            f"endpoint: {served.model}; an answer may take regenerate.timeout="
-            f"{settings.timeout:g} s, with at most {settings.max_retries} more requests for it"
+def chat_tokens(config: RegenerateConfig) -> ChatTokens:
+    """Return how prompts become tokens; ValueError if an answer would leave no room for one."""
+    settings, data = config.regenerate, config.data
+    _, tokenizer, spec = open_target(config.model)
+    require_template(tokenizer)
+    room = min(data.max_length, spec.max_positions)
+    if settings.max_new_tokens >= room:
+        raise ValueError(
+            f"regenerate.max_new_tokens must be less than data.max_length={data.max_length} and "
+            f"the {spec.max_positions} positions of {spec.name}, which prompt and answer share, "
+            f"got {settings.max_new_tokens}; lower it, or raise data.max_length"
         )
-        backend: Backend = partial(by_endpoint, config=settings, template=template, stop=stop)
-        told = {"data.template_kwargs": template.kwargs} if template.kwargs else {}
-        return {"model": served.model, **told}, nullcontext(backend)
-    device = choose_device(config.hardware)
-    # Not measured: answers begun in one dtype must be continued in it.
-    auto = "bfloat16" if device.startswith("cuda") else "float32"
-    dtype = TORCH_DTYPES[auto if config.hardware.dtype == "auto" else config.hardware.dtype]
-    identity = {
-        "model": model.label,
-        "target": fingerprint(model, dtype, device),
-        "dtype": dtype_name(dtype),
-        "data.max_length": config.data.max_length,
-        "chat template": template_fingerprint(load_tokenizer(model), template),
-    }
-    if settings.backend == VLLM:
-        return identity, _engine(config, dtype, device)
-    return identity, _target(config, dtype, device)
+    return ChatTokens(settings, data.text_format, tokenizer, spec, room)
 
 
-@contextmanager
-def _target(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterator[Backend]:
-    target = load_alone(config.model, config.hardware, dtype, torch.device(device))
-    require_template(target.tokenizer)
-    yield partial(
-        by_transformers,
-        target,
-        config=config.regenerate,
-        template=config.data.text_format,
-        room=room_of(config, target.spec),
-        decode=autoregressive_decode_batch,
+def remote(config: RegenerateConfig, stop: StopRequest) -> tuple[dict[str, Any], Opened]:
+    """Return what an endpoint's answers depend on besides the settings, and the endpoint."""
+    settings, template = config.regenerate, config.data.text_format
+    console.print(f"asking {settings.base_url} for its models")
+    model = served_by(settings).model
+    console.print(
+        f"endpoint: {model}; an answer may take regenerate.timeout={settings.timeout:g} s, with "
+        f"at most {settings.max_retries} more requests for it"
+    )
+    told = {"data.template_kwargs": template.kwargs} if template.kwargs else {}
+    return {"model": model, **told}, nullcontext(
+        partial(by_endpoint, config=settings, template=template, stop=stop)
     )
 
 
-def room_of(config: RegenerateConfig, spec: TargetSpec) -> int:
-    """Return how many tokens prompt and answer may have; ValueError if no prompt would fit."""
-    room = min(config.data.max_length, spec.max_positions)
-    if config.regenerate.max_new_tokens >= room:
-        raise ValueError(
-            f"regenerate.max_new_tokens must leave room for a prompt in the {room} positions of "
-            f"{spec.name}, got {config.regenerate.max_new_tokens}; lower it"
-        )
-    return room
+def local(config: RegenerateConfig, chat: ChatTokens) -> tuple[dict[str, Any], Opened]:
+    """Return what a target's answers depend on besides the settings, and the target, not loaded."""
+    model, name = config.model, choose_device(config.hardware)
+    # Not measured: answers begun in one dtype must be continued in it.
+    auto = "bfloat16" if name.startswith("cuda") else "float32"
+    dtype = TORCH_DTYPES[auto if config.hardware.dtype == "auto" else config.hardware.dtype]
+    identity = {
+        "model": model.label,
+        "target": fingerprint(model, dtype, name),
+        "dtype": dtype_name(dtype),
+        "data.max_length": config.data.max_length,
+        "chat template": template_fingerprint(chat.tokenizer, chat.template),
+    }
+    return identity, opened(config, chat, dtype, torch.device(name))
 
 
 @contextmanager
-def _engine(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterator[Backend]:
-    model, settings = config.model, config.regenerate
-    _, tokenizer, spec = open_target(model)
-    require_template(tokenizer)
-    room = room_of(config, spec)
+def opened(
+    config: RegenerateConfig, chat: ChatTokens, dtype: torch.dtype, device: torch.device
+) -> Iterator[Backend]:
+    """Yield what answers: the target in this process, or an engine with it."""
+    if config.regenerate.backend != VLLM:
+        target = load_alone(config.model, config.hardware, dtype, device)
+        decode = autoregressive_decode_batch
+        yield partial(by_transformers, target=target, chat=chat, decode=decode)
+        return
     console.print("starting vLLM")
-    vllm, where = config.vllm, torch.device(device)
-    asked, share = vllm.tensor_parallel, SERVING_SHARE * vllm.memory
-    spread = engine_gpus(asked, model, dtype, where, share, vllm.devices)
-    with VllmEngine(
-        directory(model),
-        replace(vllm, tensor_parallel=spread),
-        dtype=dtype_name(dtype),
-        device=where.type,
-        longest=room,
-        folder=Path(settings.dir) / f"{Path(settings.out).stem}.vllm",
-        trust_remote_code=model.trust_remote_code,
+    with start_engine(
+        config.model,
+        config.vllm,
+        dtype,
+        device,
+        longest=chat.room,
+        folder=Path(config.regenerate.out).expanduser().with_suffix(".vllm"),
+        asked="regenerate.backend=vllm",
     ) as engine:
-        yield partial(
-            by_vllm,
-            engine,
-            spec,
-            tokenizer,
-            config=settings,
-            template=config.data.text_format,
-            room=room,
-            in_flight=2 * config.vllm.max_num_seqs,  # the engine never waits for a prompt
-        )
+        in_flight = 2 * config.vllm.max_num_seqs  # the engine never waits for a prompt
+        yield partial(by_vllm, engine=engine, chat=chat, in_flight=in_flight)

@@ -21,17 +21,22 @@ from drafttrain.data.records import (
     QUESTIONS,
     ROLES,
     TEXTS,
+    TURNS,
     Message,
     Recorded,
+    Roles,
     Unusable,
     check_order,
+    message_of,
     messages_of,
     plain_text,
     recorded_of,
+    turns_of,
     without_greeting,
 )
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import Template
+from drafttrain.runtime.disk import digest_of
 from drafttrain.runtime.lock import of_answers, require_free
 from drafttrain.runtime.settings import Settings, require
 from drafttrain.runtime.untrusted_input import shown
@@ -40,6 +45,7 @@ RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}  # given 
 GREETING = "conversations begin with the assistant: what it says before the user is left out"
 LEFT_OUT = "files or folders in data.path are not read"
 MAX_KWARGS = 10_000  # characters
+ALL, LAST = "all", "last"  # the answers that `regenerate` writes anew
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +269,11 @@ class Conversation:
     source: str
     recorded: tuple[Recorded | None, ...] = ()  # of each answer, where its target's are recorded
 
+    @property
+    def digest(self) -> str:
+        """What identifies its turns, wherever they stand."""
+        return digest_of([[turn.role, turn.content] for turn in self.messages])[:16]
+
 
 @dataclass(frozen=True)
 class PlainText:
@@ -297,3 +308,57 @@ def read(config: DataConfig) -> tuple[Conversations, SkipReport]:
     report.note(GREETING, num_greetings)
     config.note_unread(report)
     return found, report
+
+
+def read_asked(config: DataConfig, turns: str) -> tuple[list[Conversation], SkipReport]:
+    """Read the conversations to answer from the files or the data set that `config` names.
+
+    Each ends with the user turn that is answered last; answers in it stay as they are. A record is
+    a conversation in any spelling that training reads, with or without answers, a list of user
+    turns (`turns`), or one prompt (`prompt`, `instruction`). turns: all answers are left out, or
+    only the last. ValueError if nothing can be used, or if `config` reads no conversations.
+    """
+    if config.template != "chat":
+        raise ValueError(
+            f"data.template must be chat to regenerate, got {config.template}: plain text has no "
+            "turns to answer"
+        )
+    if not isinstance(config, ReadConfig):
+        raise ValueError(
+            f"data must hold prompts to regenerate, got data={config.name}, which writes its own; "
+            "use data=jsonl data.path=FILE"
+        )
+
+    def take(record: Any, index: int, where: str) -> Conversation:
+        return Conversation(messages_asked(record, turns, config.known_roles), index, where)
+
+    must = f"{config.place} must hold usable prompts"
+    found, report = usable_of(config.records(), config.limit, take, must)
+    config.note_unread(report)
+    return found, report
+
+
+def messages_asked(record: Any, turns: str, roles: Roles) -> tuple[Message, ...]:
+    """Return the turns of a record up to its last user turn; turns: see `read_asked`."""
+    found = turns_of(record, *TURNS, "turns", *QUESTIONS)
+    said = []
+    for place, turn in enumerate(found, 1):
+        spelled = {"role": "user", "content": turn} if isinstance(turn, str) else turn
+        said.append(message_of(spelled, place, turns == ALL or place == len(found), roles))
+    messages = without_greeting(tuple(said))
+    before = "none"
+    for place, message in enumerate(messages, 1):
+        if message.role == "system" and place > 1:
+            raise Unusable("a system turn that is not the first", f"turn {place}")
+        if message.role == "assistant" and before != "user":
+            raise Unusable("an answer without a question", f"turn {place}")
+        before = message.role
+    users = [place for place, message in enumerate(messages) if message.role == "user"]
+    if not users:
+        raise Unusable("no user turn")
+    messages = messages[: users[-1] + 1]
+    if turns == ALL:
+        return tuple(message for message in messages if message.role != "assistant")
+    if any(messages[place + 1].role != "assistant" for place in users[:-1]):
+        raise Unusable("an earlier turn without the answer that is to be kept")
+    return messages

@@ -1,7 +1,5 @@
 """The measurements of an evaluation so far, on disk, from which a stopped evaluation resumes."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.core.types import PromptResult
+from drafttrain.runtime.disk import digest_of
 from drafttrain.runtime.journal import append_records, read_records, replace_records
 from drafttrain.runtime.untrusted_input import UntrustedError
 
@@ -29,7 +28,7 @@ class Measurements:
 
     def __init__(self, folder: Path, name: str, conditions: Mapping[str, Any]) -> None:
         conditions = {**conditions, "version": VERSION}
-        self.mark = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
+        self.mark = digest_of(conditions)
         self.file = folder / f"{name}.{self.mark[:8]}.{PARTIAL}"
         self.whole = folder / f"{name}.{WHOLE}"
         self.known: dict[Key, list[PromptResult]] = {}

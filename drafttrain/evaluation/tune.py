@@ -1,6 +1,5 @@
 """`tune`: the predicted speedup of each depth on this machine, and the measured one."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ from drafttrain.report.outputs import first_blocks
 from drafttrain.report.totals import PassTimes
 from drafttrain.report.tune import ChosenDepth, DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
-from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.disk import digest_of, write_whole
 from drafttrain.runtime.untrusted_input import read_typed
 
 TreesBySize = dict[int, dict[int, OptimalTree]]  # by batch size and depth
@@ -89,8 +88,8 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
     point = {"setup": setup.conditions, "eval": config.conditions, "depths": depths}
     trees: TreesBySize = {}
     told = point | {"tune": {**vars(settings), "name": "", "overwrite": False}}
-    mark = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-    kept = folder / f"trees.{mark[:8]}.partial.json"  # for a `tune` that is stopped and resumes
+    mark = digest_of(told)[:8]
+    kept = folder / f"trees.{mark}.partial.json"  # for a `tune` that is stopped and resumes
     if config.policy == "optimal_tree":
         timed_at = sorted({1, *sizes})  # acceptance is measured at batch size 1
         trees = kept_trees(kept, depths, timed_at) or optimal_trees(

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import mmap
 import os
 import re
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from drafttrain.runtime.untrusted_input import UntrustedError, shown
 
@@ -276,6 +278,11 @@ def sha256_of(path: Path) -> str:
     """Return the checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of(plain: Any) -> str:
+    """Return the checksum of plain data, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def no_link(path: str, flags: int) -> int:

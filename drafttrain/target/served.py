@@ -143,26 +143,17 @@ def open_served(
     longest: tokens of the longest document. folder: where the engine's log goes. ValueError if the
     engine does not start, or runs another model than the one on the disk.
     """
-    place = directory(config)
     model_config, tokenizer, spec = open_target(config)
     model = load_ends(config, model_config, dtype, device)
     spec.check_layers(captures)
-    where = torch.device(device)
-    spread = engine_gpus(
-        vllm.tensor_parallel, config, dtype, where, SERVING_SHARE * vllm.memory, vllm.devices
-    )
-    vllm = replace(vllm, tensor_parallel=spread)
-    if where.type == "cuda" and vllm.devices is None and vllm.tensor_parallel == 1:
-        vllm = replace(vllm, devices=visible_name(where.index or 0))
-    engine = VllmEngine(
-        place,
+    engine = start_engine(
+        config,
         vllm,
-        dtype=dtype_name(dtype),
-        device=where.type,
+        dtype,
+        torch.device(device),
         longest=longest,
         folder=folder,
         captures=[*captures, spec.num_layers],
-        trust_remote_code=config.trust_remote_code,
         asked="hardware.target_placement=vllm",
     )
     norm = final_norm_of(model.get_decoder())
@@ -174,6 +165,36 @@ def open_served(
         served.close()
         raise
     return served
+
+
+def start_engine(
+    config: ModelConfig,
+    vllm: VllmConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    longest: int,
+    folder: Path,
+    captures: Sequence[int] = (),
+    asked: str,
+) -> VllmEngine:
+    """Start an engine with a target on as many GPUs as its size needs; see `VllmEngine`."""
+    share = SERVING_SHARE * vllm.memory
+    spread = engine_gpus(vllm.tensor_parallel, config, dtype, device, share, vllm.devices)
+    devices = vllm.devices
+    if device.type == "cuda" and devices is None and spread == 1:
+        devices = visible_name(device.index or 0)
+    return VllmEngine(
+        directory(config),
+        replace(vllm, tensor_parallel=spread, devices=devices),
+        dtype=dtype_name(dtype),
+        device=device.type,
+        longest=longest,
+        folder=folder,
+        captures=captures,
+        trust_remote_code=config.trust_remote_code,
+        asked=asked,
+    )
 
 
 def visible_name(index: int) -> str:

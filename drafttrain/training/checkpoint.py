@@ -1,6 +1,5 @@
 """Checkpoints: folders that appear whole or not at all, and are verified when read."""
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from drafttrain.runtime.disk import (
     DiskError,
     LinkError,
     MachineError,
+    digest_of,
     flush,
     put_folder,
     reason,
@@ -251,7 +251,7 @@ class Checkpoints:
             return {}
         with suppress(UntrustedError):
             index = read_object(path)
-            whole = index.pop("sha256", None) == _digest(index)
+            whole = index.pop("sha256", None) == digest_of(index)
             named = [name for name in index.values() if name is not None]
             if whole and set(index) == {"latest", "best"} and all(map(_is_name, named)):
                 return index
@@ -261,7 +261,7 @@ class Checkpoints:
 
     def _write_index(self, latest: str, best: str | None) -> None:
         index = {"latest": latest, "best": best}
-        index["sha256"] = _digest(index)
+        index["sha256"] = digest_of(index)
         write_whole(self.folder / INDEX_FILE, json.dumps(index, indent=1) + "\n")
 
     def _prune(self, newest: str) -> None:
@@ -363,7 +363,7 @@ def _write_state(folder: Path, state: TrainState) -> None:
         if path.name != STATE_FILE and not path.name.startswith(".")  # what a kill left
     }
     content: dict[str, Any] = {"state": asdict(state), "files": files}
-    content["sha256"] = _digest(content)
+    content["sha256"] = digest_of(content)
     write_whole(folder / STATE_FILE, json.dumps(content, indent=1) + "\n")
 
 
@@ -373,7 +373,7 @@ def _read_state(folder: Path) -> _Record:
         text = read_bytes(path, MAX_JSON_BYTES)
         content = parse_json(text, "it")
         record = typed(_Record, text, "it")
-        if content.pop("sha256", None) == _digest(content) and WEIGHTS_FILE in record.files:
+        if content.pop("sha256", None) == digest_of(content) and WEIGHTS_FILE in record.files:
             return record
         problem = "it is damaged or changed"
     except FileNotFoundError:
@@ -384,7 +384,3 @@ def _read_state(folder: Path) -> _Record:
         f"{path} must be the record that a checkpoint was saved with, but {problem}; "
         f"{_way_round(folder)}"
     )
-
-
-def _digest(plain: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -25,18 +25,23 @@ from drafttrain import __main__ as cli
 from drafttrain.config.groups import content_of
 from drafttrain.core.chance import SeededChance
 from drafttrain.data.chat import encode, prompt_tokens
-from drafttrain.data.conversations import JsonlConfig, read
-from drafttrain.data.prompts_to_answer import Question, read_asked
+from drafttrain.data.conversations import Conversation, JsonlConfig, read, read_asked
 from drafttrain.data.records import Message
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
 from drafttrain.runtime import lock
 from drafttrain.runtime.signals import Stopped, StopRequest
 from drafttrain.target.answers import endpoint as endpoint_module
-from drafttrain.target.answers.answers_file import Answers, regenerate
+from drafttrain.target.answers.answers_file import Answers, open_answers, regenerate
 from drafttrain.target.answers.config import RegenerateSettings
-from drafttrain.target.answers.dialogue import AnsweredConversation, Dialogue, Failure, Outcome
+from drafttrain.target.answers.dialogue import (
+    AnsweredConversation,
+    ChatTokens,
+    Dialogue,
+    Failure,
+    Outcome,
+    by_transformers,
+)
 from drafttrain.target.answers.endpoint import by_endpoint, served_by
-from drafttrain.target.answers.local import by_transformers, take_tokens
 from drafttrain.target.model import Target
 
 CONF = ROOT / "conf"
@@ -80,15 +85,17 @@ PROMPTS = [
 ]
 
 
-def asked_of(folder: Path, records: Sequence[Any] = PROMPTS, turns: str = "all") -> list[Question]:
+def asked_of(
+    folder: Path, records: Sequence[Any] = PROMPTS, turns: str = "all"
+) -> list[Conversation]:
     return read_asked(data(written(folder, records)), turns)[0]
 
 
 def run(
-    out: Path, asked: Sequence[Question], backend: Any, config: RegenerateSettings
+    out: Path, asked: Sequence[Conversation], backend: Any, config: RegenerateSettings
 ) -> list[dict[str, Any]]:
-    with Answers(out, config.identity()) as answers:
-        regenerate(asked, answers, backend, StopRequest(), show=False)
+    with open_answers(out, config.identity()) as answers:
+        regenerate(asked, answers, contextlib.nullcontext(backend), StopRequest(), show=False)
     return lines(out)
 
 
@@ -97,14 +104,8 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def local(target: Target, config: RegenerateSettings) -> Any:
-    return partial(
-        by_transformers,
-        target,
-        config=config,
-        template=BY_TEMPLATE,
-        room=ROOM,
-        decode=autoregressive_decode_batch,
-    )
+    chat = ChatTokens(config, BY_TEMPLATE, target.tokenizer, target.spec, ROOM)
+    return partial(by_transformers, target=target, chat=chat, decode=autoregressive_decode_batch)
 
 
 def remote(config: RegenerateSettings) -> Any:
@@ -212,8 +213,8 @@ def test_the_token_that_ends_an_answer_is_no_part_of_its_text(
     letters = target.tokenizer("abc", add_special_tokens=False)["input_ids"]
     spec = replace(target.spec, eos_token_ids=(letters[2],))
     for tokens, text, finished in ((letters, "ab", True), (letters[:2], "ab", False)):
-        dialogue = Dialogue(asked_of(tmp_path)[0], keep_answers=False)
-        take_tokens(dialogue, tokens, spec, target.tokenizer, BY_TEMPLATE)
+        dialogue = Dialogue(asked_of(tmp_path)[0])
+        ChatTokens(settings(), BY_TEMPLATE, target.tokenizer, spec, ROOM).take(dialogue, tokens)
         assert isinstance(dialogue.outcome, AnsweredConversation)
         assert dialogue.outcome.messages[1]["content"] == text
         assert dialogue.outcome.answers[0]["finished"] is finished
@@ -223,9 +224,10 @@ def test_the_token_that_ends_an_answer_is_no_part_of_its_text(
 def test_an_answer_with_a_token_beyond_the_vocabulary_is_counted_not_kept(
     target: Target, tmp_path: Path
 ) -> None:
-    dialogue = Dialogue(asked_of(tmp_path)[0], keep_answers=False)
+    dialogue = Dialogue(asked_of(tmp_path)[0])
     tokens = [1, target.spec.vocab_size]
-    take_tokens(dialogue, tokens, target.spec, target.tokenizer, BY_TEMPLATE)
+    chat = ChatTokens(settings(), BY_TEMPLATE, target.tokenizer, target.spec, ROOM)
+    chat.take(dialogue, tokens)
     assert isinstance(dialogue.outcome, Failure)
     assert dialogue.outcome.reason.startswith("answered with a token beyond the ")
 
@@ -248,7 +250,7 @@ def test_what_does_not_fit_is_left_out_or_cut_and_said(target: Target, tmp_path:
     assert [row["index"] for row in rows] == [1, 2]
     assert len(rows[0]["messages"]) == 2
     assert rows[0]["cut"].startswith("prompt and answer do not fit 256 tokens (")
-    with Answers(out, config.identity()) as answers:
+    with open_answers(out, config.identity()) as answers:
         assert answers.missing(asked) == []  # asking again would give the same
         said = answers.report(3).lines()
     assert said[0] == "skipped 1 of 3 conversations:"
@@ -286,7 +288,7 @@ def test_a_torn_line_does_not_spoil_the_one_after_it(
     config = settings(base_url=endpoint.url, backend="openai", concurrency=1)
     asked, out = asked_of(tmp_path), tmp_path / "out.jsonl"
 
-    def stopping(missing: Sequence[Question]) -> Iterator[list[Outcome]]:
+    def stopping(missing: Sequence[Conversation]) -> Iterator[list[Outcome]]:
         for number, outcomes in enumerate(by_endpoint(missing, config, BY_TEMPLATE, StopRequest())):
             if number == 1:
                 raise KeyboardInterrupt
@@ -304,14 +306,14 @@ def test_a_torn_line_does_not_spoil_the_one_after_it(
 def test_a_failure_that_a_killed_run_mended_is_not_reported(tmp_path: Path) -> None:
     config, out = settings(), tmp_path / "out.jsonl"
     asked = asked_of(tmp_path)[:1]
-    failed, answered = Dialogue(asked[0], False), Dialogue(asked[0], False)
+    failed, answered = Dialogue(asked[0]), Dialogue(asked[0])
     failed.stop("the endpoint failed", "", final=False)
     answered.take("yes", [3], 1, True)
-    with Answers(out, config.identity()) as answers:
+    with open_answers(out, config.identity()) as answers:
         for dialogue in (failed, answered):
             assert dialogue.outcome is not None
             answers.add([dialogue.outcome])  # and killed before `finish`
-    with Answers(out, config.identity()) as answers:
+    with open_answers(out, config.identity()) as answers:
         assert answers.missing(asked) == []
         assert answers.report(1).num_skipped == 0
 
@@ -320,20 +322,20 @@ def test_answers_need_not_fit_in_memory(tmp_path: Path) -> None:
     config, out = settings(), tmp_path / "out.jsonl"
     asked = asked_of(tmp_path, [{"prompt": str(number)} for number in range(30)])
 
-    def backwards(missing: Sequence[Question]) -> Iterator[list[Outcome]]:
+    def backwards(missing: Sequence[Conversation]) -> Iterator[list[Outcome]]:
         for one in reversed(missing):
-            dialogue = Dialogue(one, False)
+            dialogue = Dialogue(one)
             dialogue.take("yes", [*range(10**4, 2 * 10**4)], 10**4, True)
             assert dialogue.outcome is not None
             yield [dialogue.outcome]
 
     tracemalloc.start()
-    with Answers(out, config.identity()) as answers:
-        regenerate(asked, answers, backwards, StopRequest(), show=False)
+    with open_answers(out, config.identity()) as answers:
+        regenerate(asked, answers, contextlib.nullcontext(backwards), StopRequest(), show=False)
     written = tracemalloc.get_traced_memory()[1]
-    with Answers(out, config.identity()) as answers:
+    with open_answers(out, config.identity()) as answers:
         tracemalloc.reset_peak()
-        regenerate(asked, answers, backwards, StopRequest(), show=False)
+        regenerate(asked, answers, contextlib.nullcontext(backwards), StopRequest(), show=False)
     read_again = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [row["index"] for row in lines(out)] == [*range(30)]
@@ -344,7 +346,7 @@ def test_finishing_order_does_not_matter(target: Target, tmp_path: Path) -> None
     asked, config = asked_of(tmp_path), settings()
     run(tmp_path / "a.jsonl", asked, local(target, config), config)
 
-    def backwards(missing: Sequence[Question]) -> Iterator[list[Outcome]]:
+    def backwards(missing: Sequence[Conversation]) -> Iterator[list[Outcome]]:
         for one in reversed(missing):
             yield from local(target, config)([one])
 
@@ -382,14 +384,14 @@ def test_two_processes_do_not_write_one_file_nor_its_header(
 ) -> None:
     monkeypatch.setattr(lock, "PATIENCE_S", 0.0)
     config, out = settings(), tmp_path / "out.jsonl"
-    with Answers(out, config.identity()):
+    with open_answers(out, config.identity()):
         header = out.with_suffix(".settings.json")
         header.unlink()  # as before the first has written it
         with (
             pytest.raises(
                 ValueError, match=r"^regenerate\.out must .* which is held by regenerate"
             ),
-            Answers(out, config.identity() | {"seed": 17}),
+            open_answers(out, config.identity() | {"seed": 17}),
         ):
             pass
         assert not header.exists()
@@ -401,7 +403,7 @@ def test_answers_that_are_still_written_are_not_trained_on(
     monkeypatch.setattr(lock, "PATIENCE_S", 0.0)
     config, out = settings(), tmp_path / "out.jsonl"
     with (
-        Answers(out, config.identity()),
+        open_answers(out, config.identity()),
         pytest.raises(ValueError, match=r"^data\.path must .* which is held by regenerate"),
     ):
         read(data(out))
@@ -643,11 +645,11 @@ def test_a_request_to_stop_breaks_off_no_step_of_asyncio(
     stop = StopRequest()
     backend = partial(by_endpoint, config=config, template=BY_TEMPLATE, stop=stop)
     with (
-        Answers(tmp_path / "out.jsonl", config.identity()) as answers,
+        open_answers(tmp_path / "out.jsonl", config.identity()) as answers,
         stop.listening(),
         pytest.raises(Stopped, match="stopped by SIGTERM"),
     ):
-        regenerate(asked, answers, backend, stop, show=False)
+        regenerate(asked, answers, contextlib.nullcontext(backend), stop, show=False)
     assert went_on == [True]
     assert time.monotonic() - started < 10
 
@@ -678,12 +680,12 @@ def test_what_a_template_is_told_goes_to_the_endpoint(
 )
 def test_answers_of_another_hand_are_named_by_line(poison: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    with Answers(out, {}):
+    with open_answers(out, {}):
         pass
     out.write_text(poison + "\n")
     with (
         pytest.raises(ValueError, match=r"out\.jsonl:1: .*a line as `regenerate` wrote"),
-        Answers(out, {}),
+        open_answers(out, {}),
     ):
         pass
 
@@ -854,7 +856,7 @@ def test_a_reply_by_another_model_or_with_the_key_is_not_kept(
     choice = {"message": {"content": "yes"}, "finish_reason": reply.get("reason", "stop")}
     content = {"choices": [choice], "model": reply.get("model", "parrot")}
     endpoint.replies = {"one": [json.dumps(content).encode()]}
-    asked = [Question((Message("user", "one"),), 0, "here", "0")]
+    asked = [Conversation((Message("user", "one"),), 0, "here")]
     with StopRequest().listening() as stop:
         found = [o for part in by_endpoint(asked, config, BY_TEMPLATE, stop) for o in part]
     failure = None if isinstance(found[0], AnsweredConversation) else found[0]

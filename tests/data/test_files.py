@@ -14,8 +14,7 @@ from test_conversations import GOOD, hub, jsonl, write
 from test_records import ROWS
 
 from drafttrain.data import files
-from drafttrain.data.conversations import LEFT_OUT, read
-from drafttrain.data.prompts_to_answer import read_asked
+from drafttrain.data.conversations import LEFT_OUT, read, read_asked
 from drafttrain.data.skips import NothingUsable
 
 

@@ -1,5 +1,6 @@
 """Commands that hold conversations repeat no header that the chat template writes itself."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,19 +10,17 @@ from builders import BY_TEMPLATE
 from test_chat import splitting_as_llama3
 from test_written_answers import TEMPLATES
 
-from drafttrain.commands.chat import ChatLoop
-from drafttrain.commands.generate import answered
+from drafttrain.commands.chat import ChatLoop, answers_to
 from drafttrain.commands.setup.talk import Talk
 from drafttrain.core.types import Decoded, DecodeStats
-from drafttrain.data.chat import prompt_tokens
+from drafttrain.data.chat import answer_turn, prompt_tokens
+from drafttrain.data.conversations import Conversation
 from drafttrain.data.evaluation_prompts import Prompt
-from drafttrain.data.prompts_to_answer import Question
 from drafttrain.data.records import Message
 from drafttrain.decode.rows import Passes, Row
 from drafttrain.evaluation.measure import ALONE, _group
 from drafttrain.evaluation.witness.section import asked_of
-from drafttrain.target.answers.dialogue import Dialogue
-from drafttrain.target.answers.local import take_tokens
+from drafttrain.target.answers.dialogue import ChatTokens, Dialogue
 from drafttrain.target.answers.selfgen import Frame, Written, append
 
 ASKED = [Message("user", "Hi"), Message("assistant", "It is"), Message("user", "Why")]
@@ -46,8 +45,10 @@ def written(tokenizer: Any) -> list[int]:
 def test_regenerate() -> None:
     model = target()
     turns = (Message("user", "Hi"), Message("user", "Why"))
-    dialogue = Dialogue(Question(turns, 0, "a.jsonl:1", "0" * 16), False)
-    take_tokens(dialogue, written(model.tokenizer), model.spec, model.tokenizer, BY_TEMPLATE)
+    dialogue = Dialogue(Conversation(turns, 0, "a.jsonl:1"))
+    config: Any = None  # of the limits, which an answer does not need
+    chat = ChatTokens(config, BY_TEMPLATE, model.tokenizer, model.spec, 0)
+    chat.take(dialogue, written(model.tokenizer))
     assert dialogue.messages == ASKED
 
 
@@ -81,18 +82,22 @@ def test_selfgen(tmp_path: Any) -> None:
 @pytest.mark.usefixtures("stand_ins")
 def test_chat_and_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     model = target()
-    own = SimpleNamespace(system=None, marks=False)
-    settings: Any = SimpleNamespace(chat=own, data=SimpleNamespace(text_format=BY_TEMPLATE))
-    talk = Talk(SimpleNamespace(target=model), settings)  # type: ignore[arg-type]
+    how: Any = None
+    talk = Talk(model, None, how, BY_TEMPLATE, 0, cut=True)
     asked: list[list[int]] = []
 
-    def stream(self: Talk, tokens: list[int], row: int = 0) -> Any:
-        asked.append(tokens)
-        return SimpleNamespace(tokens=written(model.tokenizer), text="finalIt is")
+    def stream(self: Talk, messages: list[Message], row: int = 0) -> Any:
+        asked.append(self.tokens(messages))
+        turn_of = partial(
+            answer_turn, list(messages), tokenizer=model.tokenizer, template=BY_TEMPLATE
+        )
+        return SimpleNamespace(tokens=written(model.tokenizer), turn_of=turn_of)
 
     monkeypatch.setattr(Talk, "stream", stream)
     monkeypatch.setattr("drafttrain.commands.chat.show", lambda *_: None)
-    answered(talk, Prompt("a", "", "", ("Hi", "Why")), 0, lambda _: None)
+    settings: Any = SimpleNamespace(system=None, marks=False, file=None)
+    for _ in answers_to(talk, Prompt("a", "", "", ("Hi", "Why")), 0, settings):
+        pass
     loop = ChatLoop(talk, settings)
     loop._answer("Hi")
     loop._answer("Why")

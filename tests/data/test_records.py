@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from test_conversations import GOOD, hub, jsonl, write
 
-from drafttrain.data.conversations import GREETING, Conversation, read
+from drafttrain.data.conversations import GREETING, Conversation, read, read_asked
 from drafttrain.data.evaluation_prompts import read_prompts
-from drafttrain.data.prompts_to_answer import read_asked
 from drafttrain.data.records import ROLES, TOKENS, UNKNOWN_ROLE, Message, Unusable, messages_of
 from drafttrain.data.skips import NothingUsable
 

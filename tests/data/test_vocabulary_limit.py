@@ -13,11 +13,11 @@ from test_conversations import GOOD, jsonl, write
 from test_regenerate_command import local, run
 from test_regenerate_command import settings as answer_settings
 
-from drafttrain.commands import generate
+from drafttrain.commands.chat import begun
 from drafttrain.commands.setup.talk import Talk
 from drafttrain.commands.setup.target_and_drafter import _read_samples
+from drafttrain.data.conversations import read_asked
 from drafttrain.data.evaluation_prompts import Prompt
-from drafttrain.data.prompts_to_answer import read_asked
 from drafttrain.data.skips import SkipReport
 from drafttrain.decode.rows import check_room
 from drafttrain.evaluation.measure import fitting
@@ -87,11 +87,12 @@ def test_a_prompt_to_evaluate_is_named_before_anything_is_decoded(target: Target
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_prompt_of_chat_file_is_named_before_any_is_answered(
-    target: Target, tmp_path: Path
+    target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded: Any = SimpleNamespace(target=target)
-    config: Any = SimpleNamespace(data=SimpleNamespace(text_format=BY_TEMPLATE))
     prompts = [Prompt("good", "", "", ("Hi",)), Prompt("bad", "", "", ("Hi", BEYOND))]
+    monkeypatch.setattr(Talk, "stream", lambda talk, messages, row: talk.tokens(messages))
+    how: Any = None
+    talk = Talk(target, None, how, BY_TEMPLATE, 0, cut=True)
+    settings: Any = SimpleNamespace(system=None, file="prompts.jsonl")
     with pytest.raises(ValueError, match=r"^chat\.file: bad: the prompt must hold tokens"):
-        generate.write(Talk(loaded, config), prompts, tmp_path / "out.jsonl")
-    assert not (tmp_path / "out.jsonl").exists()
+        next(begun(talk, prompts, settings))

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_conversations import jsonl
 
-from drafttrain.data.conversations import read
+from drafttrain.data.conversations import Conversation, read, read_asked
 from drafttrain.data.evaluation_prompts import prompts_sha256, read_prompts
-from drafttrain.data.prompts_to_answer import Question, read_asked
 from drafttrain.data.records import Message
 from drafttrain.runtime.untrusted_input import typed
-from drafttrain.target.answers.answers_file import load
+from drafttrain.target.answers.answers_file import read_answers
 from drafttrain.target.answers.dialogue import AnsweredConversation, Dialogue, Failure
 from drafttrain.target.answers.endpoint import Completion, Models, take
 
@@ -108,13 +107,13 @@ def test_evaluation_prompts(fence: Fence, content: bytes) -> None:
 def test_answers(fence: Fence, content: bytes, kind: type[AnsweredConversation | Failure]) -> None:
     place = fence.fresh() / "a.jsonl"
     place.write_bytes(content)
-    fence.holds(lambda: list(load(place, kind)))
+    fence.holds(lambda: list(read_answers(place, kind)))
 
 
 @FUZZ
 @given(content=damaged(st.one_of(edited(COMPLETION), nasty_json().map(json.dumps).map(str.encode))))
 def test_replies_of_an_endpoint(fence: Fence, content: bytes) -> None:
-    dialogue = Dialogue(Question((Message("user", "Hi"),), 0, "a:1", "0"), keep_answers=False)
+    dialogue = Dialogue(Conversation((Message("user", "Hi"),), 0, "a:1"))
 
     def read() -> None:
         take(dialogue, typed(Completion, content, "the reply"), "parrot")

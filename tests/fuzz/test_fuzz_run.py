@@ -20,9 +20,10 @@ from drafttrain.core.types import DecodeStats, PromptResult
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.tune_choice import TUNED, read_tuned
 from drafttrain.report.runs import read_run
+from drafttrain.runtime.disk import digest_of
 from drafttrain.runtime.run_folder import load_config
 from drafttrain.target.model import load_target
-from drafttrain.training.checkpoint import Checkpoints, _digest
+from drafttrain.training.checkpoint import Checkpoints
 from drafttrain.training.engine.engine import Engine
 
 __all__ = ["fence"]
@@ -46,7 +47,7 @@ def engine() -> Engine:
 
 def sign(plain: dict[str, Any]) -> None:
     plain.pop("sha256", None)
-    plain["sha256"] = _digest(plain)
+    plain["sha256"] = digest_of(plain)
 
 
 @FUZZ

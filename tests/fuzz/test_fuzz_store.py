@@ -16,11 +16,11 @@ from test_capture import ALONE, EVERYTHING, RECORD, settings
 from test_training import random_samples
 
 from drafttrain.data.batches import collate
+from drafttrain.runtime.disk import digest_of
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.store.capture import capture, prepare
 from drafttrain.target.store.features import StoredTarget
-from drafttrain.target.store.shards import digest
 
 __all__ = ["fence"]
 
@@ -52,7 +52,7 @@ def plain(whole: Path) -> dict[str, Any]:
 
 
 def sign(manifest: dict[str, Any]) -> None:
-    manifest["fingerprint"] = digest(manifest["settings"])
+    manifest["fingerprint"] = digest_of(manifest["settings"])[:32]
 
 
 def copied(whole: Path, fence: Fence) -> Path:

@@ -17,8 +17,9 @@ from drafttrain.core.vocab import DraftVocab
 from drafttrain.data.evaluation_prompts import overlap_path, overlap_record
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.tune_choice import TUNED, read_tuned
+from drafttrain.runtime.disk import digest_of
 from drafttrain.target.model import load_target
-from drafttrain.training.checkpoint import Checkpoints, _digest, load_state, load_weights, verify
+from drafttrain.training.checkpoint import Checkpoints, load_state, load_weights, verify
 
 
 def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -26,7 +27,7 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     plain = json.loads(file.read_text())
     change(plain)
     plain.pop("sha256", None)
-    plain["sha256"] = _digest(plain)
+    plain["sha256"] = digest_of(plain)
     file.write_text(json.dumps(plain))
 
 

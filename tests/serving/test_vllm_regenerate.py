@@ -13,6 +13,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,15 +30,14 @@ from drafttrain.config.groups import content_of
 from drafttrain.core.types import Batch, Sample
 from drafttrain.data.batches import collate, pack
 from drafttrain.data.chat import prompt_tokens
-from drafttrain.data.conversations import JsonlConfig
-from drafttrain.data.prompts_to_answer import Question, read_asked
+from drafttrain.data.conversations import Conversation, JsonlConfig, read_asked
 from drafttrain.data.records import Message
 from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.target.answers.answers_file import Answers, regenerate
+from drafttrain.target.answers.answers_file import open_answers, regenerate
 from drafttrain.target.answers.config import RegenerateSettings
+from drafttrain.target.answers.dialogue import ChatTokens, by_transformers, by_vllm
 from drafttrain.target.answers.endpoint import by_endpoint
-from drafttrain.target.answers.local import by_transformers, by_vllm
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.pretrained.models import EMBEDDED
 from drafttrain.target.served import ServedTarget, open_served
@@ -85,7 +85,7 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Question]:
+def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Conversation]:
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     file.write_text("".join(json.dumps({"turns": list(turns)}) + "\n" for turns in QUESTIONS))
     values = content_of("data", "jsonl")
@@ -158,34 +158,32 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
 
 
 def run(
-    out: Path, asked: Sequence[Question], config: RegenerateSettings, backend: Callable[..., Any]
+    out: Path,
+    asked: Sequence[Conversation],
+    config: RegenerateSettings,
+    backend: Callable[..., Any],
 ) -> list[dict[str, Any]]:
-    with Answers(out, config.identity()) as answers:
-        work = regenerate(
-            asked, answers, partial(backend, config=config), StopRequest(), show=False
-        )
-    print(f"{config.backend}: {work.num_tokens} tokens, {work.speed:.0f} tokens/s")
+    with open_answers(out, config.identity()) as answers:
+        opened = nullcontext(partial(backend, config=config))
+        regenerate(asked, answers, opened, StopRequest(), show=False)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+def chat_of(target: Target, config: RegenerateSettings) -> ChatTokens:
+    return ChatTokens(config, BY_TEMPLATE, target.tokenizer, target.spec, ROOM)
+
+
 def engine_backend(engine: VllmEngine, target: Target) -> Callable[..., Any]:
-    return partial(
-        by_vllm,
-        engine,
-        target.spec,
-        target.tokenizer,
-        template=BY_TEMPLATE,
-        room=ROOM,
-        in_flight=4,
-    )
+    return lambda asked, config: by_vllm(asked, engine, chat_of(target, config), in_flight=4)
 
 
 def test_three_backends_give_the_same_greedy_answers(
-    target: Target, engine: VllmEngine, server: Server, asked: list[Question], tmp_path: Path
+    target: Target, engine: VllmEngine, server: Server, asked: list[Conversation], tmp_path: Path
 ) -> None:
-    here = partial(
-        by_transformers, target, template=BY_TEMPLATE, room=ROOM, decode=autoregressive_decode_batch
-    )
+    def here(asked: Sequence[Conversation], config: RegenerateSettings) -> Iterator[Any]:
+        chat = chat_of(target, config)
+        return by_transformers(asked, target, chat, autoregressive_decode_batch)
+
     ours = run(tmp_path / "here.jsonl", asked, settings(), here)
     theirs = {
         "vllm": run(
@@ -231,7 +229,7 @@ def gap_where_they_part(target: Target, row: dict[str, Any], turn: int, others: 
 
 
 def test_an_engine_samples_by_seed(
-    target: Target, engine: VllmEngine, asked: list[Question], tmp_path: Path
+    target: Target, engine: VllmEngine, asked: list[Conversation], tmp_path: Path
 ) -> None:
     texts = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -243,7 +241,7 @@ def test_an_engine_samples_by_seed(
 
 
 def test_a_prompt_that_the_server_refuses_is_a_failure_of_its_own(
-    server: Server, asked: list[Question], tmp_path: Path
+    server: Server, asked: list[Conversation], tmp_path: Path
 ) -> None:
     long = replace(asked[0], messages=(Message("user", "word " * 3 * ROOM),))
     config = settings(backend="openai", base_url=server.url)
@@ -257,13 +255,13 @@ def test_a_prompt_that_the_server_refuses_is_a_failure_of_its_own(
 
 
 def test_a_server_that_dies_costs_nothing_that_was_answered(
-    server: Server, asked: list[Question], tmp_path: Path
+    server: Server, asked: list[Conversation], tmp_path: Path
 ) -> None:
     config = settings(backend="openai", base_url=server.url, concurrency=1, max_retries=0)
     whole = run(tmp_path / "whole.jsonl", asked, config, SERVED)
     out = tmp_path / "out.jsonl"
 
-    def dying(missing: Sequence[Question], config: RegenerateSettings) -> Iterator[Any]:
+    def dying(missing: Sequence[Conversation], config: RegenerateSettings) -> Iterator[Any]:
         num_answered = 0  # a list is empty where an answer takes longer than CHECK_S
         for outcomes in SERVED(missing, config=config):
             num_answered += len(outcomes)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from test_capture import settings, write
 
 from drafttrain.data.batches import collate
+from drafttrain.runtime.disk import digest_of
 from drafttrain.target.model import Target
 from drafttrain.target.store.features import StoredTarget
-from drafttrain.target.store.shards import digest
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file = folder / "manifest.json"
     plain = json.loads(file.read_text())
     change(plain)
-    plain["fingerprint"] = digest(plain["settings"])
+    plain["fingerprint"] = digest_of(plain["settings"])[:32]
     file.write_text(json.dumps(plain))
 
 

@@ -8,7 +8,6 @@ import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from drafttrain.commands.setup.evaluation import Loaded, meet, set_up
+from drafttrain.commands.setup.talk import Talk, check_alone
 from drafttrain.commands.setup.target_and_drafter import (
     GivenDrafter,
     drafter_to_evaluate,
@@ -25,14 +25,9 @@ from drafttrain.config.compose import compose, typed
 from drafttrain.config.groups import choices, own_choices
 from drafttrain.config.overrides import UsageError, spelled
 from drafttrain.config.sections import EvaluateConfig
-from drafttrain.core.chance import SeededChance
 from drafttrain.core.tokenizer import text_of
 from drafttrain.core.types import Decoded
-from drafttrain.data.chat import answer_turn, prompt_tokens
 from drafttrain.data.records import Message, Unusable, message_of
-from drafttrain.decode.autoregressive import autoregressive_passes
-from drafttrain.decode.loop import speculative_passes
-from drafttrain.decode.rows import check_room
 from drafttrain.decode.stream import Stream
 from drafttrain.drafters.base import LOOKUP, Drafter
 from drafttrain.evaluation.config import FROM_TUNE, EvalConfig
@@ -144,13 +139,12 @@ def stream(
     """
     config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
     check_alone(config.eval)
-    messages, template = _messages(prompt), config.data.text_format
-    tokens = prompt_tokens(messages, target.tokenizer, template)
+    messages = _messages(prompt)
     _check_depth(config.eval)
-    answer = stream_of(target, drafter, tokens, config.eval, seed)
-    about = {"tokenizer": target.tokenizer, "template": template}
-    answer.turn_of = partial(answer_turn, messages, **about)
-    return answer
+    if drafter is not None:
+        _check_pair(target, drafter)
+    talk = Talk(target, drafter, config.eval, config.data.text_format, seed, cut=False)
+    return talk.stream(messages)
 
 
 def generate(
@@ -171,45 +165,6 @@ def generate(
     assert answer.decoded is not None, "it has ended"
     text = text_of(target.tokenizer, answer.decoded.tokens, skip_special_tokens=True)
     return Generated(answer.decoded.tokens, answer.decoded.stats, text, answer.message)
-
-
-def check_alone(how: EvalConfig) -> None:
-    """Raise ValueError for settings that mean nothing to a single answer."""
-    how.require("engine", how.engine == "drafttrain", "be drafttrain for an answer")
-    how.require("batch_size", how.batch_size == 1, "be 1 for an answer")
-    for key in ("depths", "temperatures", "batch_sizes"):
-        how.require(key, not getattr(how, key), "be empty for an answer")
-
-
-def stream_of(
-    target: Target,
-    drafter: Drafter | None,
-    tokens: Sequence[int],
-    how: EvalConfig,
-    seed: int,
-    most: int | None = None,
-    row: int = 0,
-) -> Stream:
-    """Return the stream that continues a text of tokens; most: instead of eval.max_new_tokens.
-
-    row: the name of the text, which keys its chance.
-    """
-    most, policy = most or how.max_new_tokens, how.policy_at(int(how.depth))
-    told: dict[str, Any] = {
-        "sampling": how.sampling,
-        "max_new_tokens": most,
-        "stop_strings": how.stop_strings,
-        "chance": SeededChance(seed),
-        "rows": [row],
-    }
-    # What does not fit is refused here, not where the first piece is asked for.
-    check_room(target, [tokens], most, drafter, 0 if drafter is None else policy.depth)
-    if drafter is None:
-        return Stream(autoregressive_passes(target, [tokens], **told), target.tokenizer, most)
-    _check_pair(target, drafter)
-    policy.check(drafter, how.draft_sampling)
-    told |= {"draft_sampling": how.draft_sampling, "rule": how.acceptance_rule, "policy": policy}
-    return Stream(speculative_passes(target, drafter, [tokens], **told), target.tokenizer, most)
 
 
 def evaluate(

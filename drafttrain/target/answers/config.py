@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from drafttrain.core.sampling_config import Sampling
-from drafttrain.data.prompts_to_answer import ALL, LAST
+from drafttrain.data.conversations import ALL, LAST
 from drafttrain.runtime.settings import Settings
 from drafttrain.runtime.untrusted_input import shown
 

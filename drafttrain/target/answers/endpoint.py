@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from drafttrain.data.prompts_to_answer import LAST, Question
+from drafttrain.data.conversations import Conversation
 from drafttrain.data.template import Template
 from drafttrain.runtime.signals import Stopped, StopRequest
 from drafttrain.runtime.terminal import console
@@ -81,7 +81,10 @@ TOLD_VLLM = {"min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
 
 
 def by_endpoint(
-    asked: Sequence[Question], config: RegenerateSettings, template: Template, stop: StopRequest
+    asked: Sequence[Conversation],
+    config: RegenerateSettings,
+    template: Template,
+    stop: StopRequest,
 ) -> Iterator[list[Outcome]]:
     """Yield outcomes as they come, with `concurrency` conversations in flight at a time.
 
@@ -104,8 +107,7 @@ def by_endpoint(
             while True:
                 with stop.deferred():
                     while len(tasks) < config.concurrency and (one := next(rest, None)) is not None:
-                        dialogue = Dialogue(one, config.turns == LAST)
-                        talk = converse(client, served, dialogue, config, template)
+                        talk = converse(client, served, Dialogue(one), config, template)
                         tasks.add(runner.get_loop().create_task(talk))
                     if not tasks:
                         return

@@ -1,6 +1,5 @@
 """Conversations written by the target alone: it samples a user turn, then answers it."""
 
-import hashlib
 import json
 import math
 import time
@@ -25,18 +24,20 @@ from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.records import Message
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import ChatFormat, Template, template_fingerprint
-from drafttrain.runtime.disk import refuse_links, write_whole
-from drafttrain.runtime.journal import append_records, read_records
+from drafttrain.runtime.disk import digest_of, refuse_links, write_whole
+from drafttrain.runtime.journal import append_records
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.ranks import ALONE, Ranks
 from drafttrain.runtime.terminal import console, progress
-from drafttrain.runtime.untrusted_input import Count, UntrustedError, shown
+from drafttrain.runtime.untrusted_input import Count, shown
+from drafttrain.target.answers.answers_file import read_answers
 from drafttrain.target.model import Target
 
 FORMAT = 1  # of the cache: a higher number has old caches written anew
+CONVERSATIONS = "conversations.jsonl"
 EMIT = draw_of(0, Purpose.EMIT)
 DROP_FROM = 8  # finished rows are dropped once they are one in this many
-USER, CLOSING, ANSWER, FINISHED = range(4)  # what a row is writing
+USER, ANSWER = range(2)  # what a row is writing
 
 
 @dataclass(frozen=True)
@@ -118,32 +119,26 @@ def cached(folder: Path, spec: TargetSpec, ranks: Ranks) -> dict[int, Written]:
 
 def frame_of(target: Target, template: Template) -> Frame:
     """Return the frame that the chat template gives, tokenised as a prompt is."""
-    tokenizer = target.tokenizer
+    tokenizer, size = target.tokenizer, target.spec.vocab_size
     form = ChatFormat(tokenizer, template)
-    if form.problem:
-        raise ValueError(
-            f"data=selfgen needs a chat template that writes a question and an answer, and that of"
-            f" model={target.spec.name} does not: {shown(form.problem)}; correct"
-            " tokenizer.chat_template, or use data=jsonl data.path=FILE"
-        )
+
+    def need(holds: bool, what: str, got: str) -> None:
+        if not holds:
+            raise ValueError(
+                f"data=selfgen needs a chat template that {what}, and that of "
+                f"model={target.spec.name} {got}; use data=jsonl data.path=FILE"
+            )
 
     def ids(text: str) -> list[int]:
         return token_ids(tokenizer, text, special=False)
 
+    need(not form.problem, "writes a question and an answer", f"does not: {shown(form.problem)}")
     opening, closing, tail = ids(form.opening), ids(form.prompt_closing), ids(form.tail)
-    if not opening:
-        raise ValueError(
-            f"data=selfgen needs a chat template that opens with some token, and that of"
-            f" model={target.spec.name} opens with the user's words; use data=jsonl data.path=FILE"
-        )
-    size, largest = target.spec.vocab_size, max([*opening, *closing, *tail])
-    if largest >= size:
-        raise ValueError(
-            f"data=selfgen needs a chat template of tokens that model={target.spec.name} has, which"
-            f" has {size:,}, got token {largest:,}; use data=jsonl data.path=FILE"
-        )
+    need(bool(opening), "opens with some token", "opens with the user's words")
+    largest = max([*opening, *closing, *tail], default=0)
+    need(largest < size, f"has tokens of its model, which has {size:,}", f"has token {largest:,}")
     added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
-    specials = {token for token in added if token < target.spec.vocab_size}  # the head has no more
+    specials = {token for token in added if token < size}  # the head has no more
     stops = {*target.spec.eos_token_ids, *specials.intersection(tail[:1])}
     user_stops = {*stops, closing[0]}
     return Frame(
@@ -181,25 +176,23 @@ def write(
 
     No padding is needed: all rows begin alike, and forced tokens are fed like sampled ones.
     """
-    chance = SeededChance(config.seed)
-    keys = np.array(indices)
-    closing = np.array(frame.closing)
+    chance, keys, closing = SeededChance(config.seed), np.array(indices), np.array(frame.closing)
     start = len(frame.opening)
     capacity = start + config.max_user_tokens + len(closing) + config.max_answer_tokens
     tokens = np.zeros((len(indices), capacity), dtype=np.int64)
     tokens[:, :start] = frame.opening
-    phase = np.full(len(indices), USER)
-    turn_start = np.full(len(indices), start)  # where the current turn, or the closing, began
-    num_prompt = np.zeros(len(indices), dtype=np.int64)
-    length = np.zeros(len(indices), dtype=np.int64)
+    closes = np.full(len(indices), capacity)  # where the closing begins, once the user's turn ends
+    length = np.zeros(len(indices), dtype=np.int64)  # 0 until the answer ends
     rows = np.arange(len(indices))  # those still in the target's batch
     cache = target.begin()
     began, num_written = time.monotonic(), 0
     fed = tokens[:, :start]
     for position in range(start, capacity):
         logits, _ = target.step(cache, torch.from_numpy(fed).to(target.device), last_only=True)
-        for kind in (USER, ANSWER):
-            here = np.flatnonzero(phase[rows] == kind)
+        asks = position < closes[rows]
+        answers = (position >= closes[rows] + len(closing)) & (length[rows] == 0)
+        for kind, writes in ((USER, asks), (ANSWER, answers)):
+            here = np.flatnonzero(writes)
             if len(here):
                 scored = logits[torch.from_numpy(here).to(target.device), 0]
                 probs = distribution(scored, kind, position == start, config, frame)
@@ -207,28 +200,21 @@ def write(
                 chosen = chance.choose(probs, keys[rows[here]].tolist(), where, EMIT)
                 tokens[rows[here], position] = chosen.cpu().numpy()
         num_written += len(rows)
-        now = tokens[rows, position]
-        age = position - turn_start[rows]
-        phase_now = phase[rows]
+        new = tokens[rows, position]
         # A user turn ends by itself or at its limit; either way the closing begins here.
-        closes = (phase_now == USER) & (
-            np.isin(now, frame.user_stops) | (age == config.max_user_tokens)
-        )
-        phase[rows[closes]], turn_start[rows[closes]] = CLOSING, position
-        forced = rows[phase[rows] == CLOSING]
-        tokens[forced, position] = closing[position - turn_start[forced]]
-        answers = forced[position - turn_start[forced] == len(closing) - 1]
-        phase[answers] = ANSWER
-        turn_start[answers] = num_prompt[answers] = position + 1
-        stops = (phase_now == ANSWER) & (
-            np.isin(now, frame.answer_stops) | (age == config.max_answer_tokens - 1)
-        )
-        over = rows[stops]
-        phase[over], length[over] = FINISHED, position + 1
+        ends = np.isin(new, frame.user_stops) | (position - start == config.max_user_tokens)
+        closes[rows[asks & ends]] = position
+        place = position - closes[rows]  # in the closing, and then in the answer
+        forced = (place >= 0) & (place < len(closing))
+        tokens[rows[forced], position] = closing[place[forced]]
+        ends = np.isin(new, frame.answer_stops)
+        ends |= place == len(closing) + config.max_answer_tokens - 1
+        over = rows[answers & ends]
+        length[over] = position + 1
         if len(over):
             speed = num_written / (time.monotonic() - began)
             tick(len(over), f"{speed:,.0f} tokens/s")
-        active = phase[rows] != FINISHED
+        active = length[rows] == 0
         if not active.any():
             break
         if (~active).sum() * DROP_FROM >= len(rows):
@@ -239,7 +225,7 @@ def write(
         Written(
             index,
             tokens[row, : length[row]].tolist(),
-            int(num_prompt[row]),
+            int(closes[row]) + len(closing),
             bool(tokens[row, length[row] - 1] in frame.answer_stops),
         )
         for row, index in enumerate(indices)
@@ -276,7 +262,7 @@ def to_samples(written: list[Written], folder: Path) -> tuple[list[Sample], Skip
 def fingerprint(target: Target, config: SelfgenConfig, frame: Frame) -> str:
     """Return a hash of what conversation i depends on; their number and batch size do not count."""
     settings = settings_of(target, config) | {"frame": vars(frame), "format": FORMAT}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    return digest_of(settings)[:16]
 
 
 def settings_of(target: Target, config: SelfgenConfig) -> dict[str, Any]:
@@ -291,14 +277,12 @@ def settings_of(target: Target, config: SelfgenConfig) -> dict[str, Any]:
 
 def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
     """Write the settings behind the fingerprint, for people to read."""
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "model": target.spec.name,
-        **settings_of(target, config),
+    about = {
         "chat template": template_fingerprint(target.tokenizer, config.text_format),
         "template_kwargs": config.template_kwargs,
         "template_date": config.template_date,
     }
+    settings = {"model": target.spec.name, **settings_of(target, config), **about}
     write_whole(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
 
 
@@ -314,25 +298,18 @@ def append(
         turns = [asked, answer_turn([asked], answer, tokenizer, template)]
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         records.append({"messages": messages, **vars(one)})
-    append_records(folder / "conversations.jsonl", records)
+    append_records(folder / CONVERSATIONS, records)
 
 
 def load(folder: Path, spec: TargetSpec) -> dict[int, Written]:
     """Read the cache; a torn last line is left out, and the next writer removes it."""
-    file = folder / "conversations.jsonl"
-    if not file.is_file():
-        return {}
-    written = {}
-    try:
-        for found in read_records(file, Written):
-            whole = 0 < found.num_prompt_tokens < len(found.tokens)
-            if not whole or max(found.tokens) >= spec.vocab_size:
-                where = f"{file}: conversation {found.index}"
-                raise UntrustedError(f"{where} has tokens that are none of {spec.name}")
-            written[found.index] = found
-    except UntrustedError as error:
-        raise ValueError(
-            f"{error}; it must be a line as selfgen wrote it: remove that line, or {folder}, and "
-            "it is written again"
-        ) from None
+    file, written = folder / CONVERSATIONS, {}
+    for found in read_answers(file, Written, "selfgen") if file.is_file() else ():
+        whole = 0 < found.num_prompt_tokens < len(found.tokens)
+        if not whole or max(found.tokens) >= spec.vocab_size:
+            raise ValueError(
+                f"{file}: conversation {found.index} must have tokens of {spec.name}, a prompt and "
+                f"an answer, and has not; remove its line, or {folder}, and it is written again"
+            )
+        written[found.index] = found
     return written

@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from drafttrain.runtime.disk import digest_of
 from drafttrain.runtime.untrusted_input import read_object, shown
 from drafttrain.target.pretrained import files
 from drafttrain.target.pretrained.config import MERGE, ModelConfig
@@ -46,7 +47,7 @@ class LoraAdapter(NamedTuple):
     def fingerprint(self) -> str:
         """A hash of its settings and weights."""
         weights = files.fingerprint(self.folder, [self.folder / WEIGHTS], {})
-        return files.fingerprint_settings({"weights": weights, **self.settings})[:23]
+        return digest_of({"weights": weights, **self.settings})[:23]
 
     def peft_config(self, modules: list[str]) -> Any:
         """Return the configuration by which `peft` adapts these modules."""

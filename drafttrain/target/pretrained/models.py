@@ -10,6 +10,7 @@ import torch
 import transformers  # lazy: the heavy parts are imported where they are first used
 
 from drafttrain.core.tokenizer import check_file, panics_as_errors
+from drafttrain.runtime.disk import digest_of
 from drafttrain.runtime.rank_process import rank
 from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.untrusted_input import read_object, shown
@@ -178,7 +179,7 @@ def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
     drawn = {k: v for k, v in dataclasses.asdict(config).items() if k not in common}
     if not config.portable:
         drawn |= {"drawn_as": str(dtype), "drawn_on": torch.device(device).type}
-    return files.fingerprint_settings(drawn)
+    return digest_of(drawn)[:32]
 
 
 def fingerprint_of(folder: Path) -> str:

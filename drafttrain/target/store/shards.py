@@ -13,7 +13,6 @@ A store may come from anybody, so it is checked: it names files by a store's own
 is a link, and its numbers agree with each other, with its files' headers and with the request.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -28,7 +27,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.runtime.disk import LinkError, replacing, require_own, sha256_of, write_whole
+from drafttrain.runtime.disk import (
+    LinkError,
+    digest_of,
+    replacing,
+    require_own,
+    sha256_of,
+    write_whole,
+)
 from drafttrain.runtime.journal import read_records
 from drafttrain.runtime.run_folder import MANIFEST, call
 from drafttrain.runtime.untrusted_input import (
@@ -153,7 +159,7 @@ class Manifest:
         shards = [json.dumps(shard) for shard in plain.pop("shards")]
         head = {
             "format": FORMAT,
-            "fingerprint": digest(self.settings),
+            "fingerprint": digest_of(self.settings)[:32],
             "convention": CONVENTION,
             **plain,
             "relative_error": self.relative_errors(),
@@ -252,10 +258,6 @@ def problem_of(folder: Path, record: File, checksum: bool) -> str | None:
     return None
 
 
-def digest(plain: Any) -> str:
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
-
-
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a store, None if there is none; StoreError if it is damaged."""
     path = folder / MANIFEST
@@ -270,7 +272,7 @@ def read_manifest(folder: Path) -> Manifest | None:
                 f"{path} must be of format {FORMAT}, which this version reads, got "
                 f"{shown(plain.get('format'))}; capture again into another store.dir"
             )
-        if plain.get("fingerprint") != digest(plain.get("settings")):
+        if plain.get("fingerprint") != digest_of(plain.get("settings"))[:32]:
             raise ValueError("its settings are not those of its fingerprint")
         manifest = typed(Manifest, content, "it")
         wrong = next(_wrong(manifest), None)
