@@ -148,7 +148,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     with VllmEngine(
         EMBEDDED,
-        vllm_config(),
+        replace(vllm_config(), tensor_parallel=1),
         dtype="float32",
         device="cpu",
         longest=ROOM,

@@ -135,8 +135,13 @@ def llama_cpp_refuses(layout: ServedLayout, config: Config, spec: TargetSpec) ->
         return f"the converter of {LLAMA_CPP} takes no {title}"
     if spec.architecture not in LLAMA_CPP_TARGETS:
         return f"{LLAMA_CPP} was not tried with {spec.architecture} targets"
-    if scaled := config.get("rope_scaling"):  # llama3's its converter leaves out of block drafters
-        return f"{LLAMA_CPP} was not tried with rotary scaling of kind {scaled['rope_type']}"
+    kind = (config.get("rope_scaling") or {}).get("rope_type")
+    # The converter writes llama3's factors for EAGLE-3, and leaves them out for block drafters.
+    if kind is not None and (kind, layout.llama_cpp) != ("llama3", "draft-eagle3"):
+        return (
+            f"{LLAMA_CPP} was not tried with rotary scaling of kind {kind} (drafter.rope_scaling="
+            "null in training leaves it out)"
+        )
     return layout.llama_cpp_refuses(config, spec)
 
 
