@@ -153,7 +153,7 @@ def generate(config: ChatConfig) -> None:
     settings, prompts = config.chat, asked(config)
     if settings.out is None:
         talk, _ = ready_to_talk(config)
-        for prompt, answers in begun(talk, prompts, settings):
+        for prompt, answers in unanswered(talk, prompts, settings):
             if len(prompts) > 1 and console.is_terminal:
                 console.print(f"{prompt.id}:", style="dim")
             for answer in answers:
@@ -177,7 +177,7 @@ def generate(config: ChatConfig) -> None:
         marks = {each.id: digest_of([conditions, each.turns])[:16] for each in prompts}
         done = answered(out, marks)
         with progress("answers", len(prompts), done=len(done)) as tick:
-            for prompt, answers in begun(talk, prompts, settings, done):
+            for prompt, answers in unanswered(talk, prompts, settings, done):
                 append_records(out, [record_of(prompt, answers, marks[prompt.id])])
                 tick()
     console.print(f"answers: {out}")
@@ -212,20 +212,20 @@ def asked(config: ChatConfig) -> list[Prompt]:
     return [Prompt(f"line {number}", "", "", (line,)) for number, line in found]
 
 
-def begun(
+def unanswered(
     talk: Talk, prompts: Sequence[Prompt], settings: ChatSettings, done: Collection[str] = ()
 ) -> Iterator[tuple[Prompt, Iterator[Stream]]]:
     """Yield each prompt that is not done, and the answers to its turns, to decode one by one.
 
     ValueError, before anything is decoded, for a prompt that cannot be answered.
     """
-    found = deque[tuple[Prompt, Iterator[Stream]]]()
+    waiting = deque[tuple[Prompt, Iterator[Stream]]]()
     for row, prompt in enumerate(prompts):
         if prompt.id not in done:
             answers = answers_to(talk, prompt, row, settings)
-            found.append((prompt, chain([next(answers)], answers)))
-    while found:
-        yield found.popleft()  # an answer is kept no longer than it is needed
+            waiting.append((prompt, chain([next(answers)], answers)))
+    while waiting:
+        yield waiting.popleft()  # an answer is kept no longer than it is needed
 
 
 def answers_to(talk: Talk, prompt: Prompt, row: int, settings: ChatSettings) -> Iterator[Stream]:

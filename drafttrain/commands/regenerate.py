@@ -74,10 +74,12 @@ def chat_tokens(config: RegenerateConfig) -> ChatTokens:
     require_template(tokenizer)
     room = min(data.max_length, spec.max_positions)
     if settings.max_new_tokens >= room:
+        limit, remedy = f"data.max_length={room}", "lower it, or raise data.max_length"
+        if room < data.max_length:
+            limit, remedy = f"the {room} positions of {spec.name}", "lower it"
         raise ValueError(
-            f"regenerate.max_new_tokens must be less than data.max_length={data.max_length} and "
-            f"the {spec.max_positions} positions of {spec.name}, which prompt and answer share, "
-            f"got {settings.max_new_tokens}; lower it, or raise data.max_length"
+            f"regenerate.max_new_tokens must be less than {limit}, which prompt and answer share, "
+            f"got {settings.max_new_tokens}; {remedy}"
         )
     return ChatTokens(settings, data.text_format, tokenizer, spec, room)
 
@@ -91,8 +93,8 @@ def remote(config: RegenerateConfig, stop: StopRequest) -> tuple[dict[str, Any],
         f"endpoint: {model}; an answer may take regenerate.timeout={settings.timeout:g} s, with "
         f"at most {settings.max_retries} more requests for it"
     )
-    told = {"data.template_kwargs": template.kwargs} if template.kwargs else {}
-    return {"model": model, **told}, nullcontext(
+    extra = {"data.template_kwargs": template.kwargs} if template.kwargs else {}
+    return {"model": model, **extra}, nullcontext(
         partial(by_endpoint, config=settings, template=template, stop=stop)
     )
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,7 @@ from drafttrain.commands.chat import asked
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import ChatConfig
 from drafttrain.core.types import Decoded, DecodeStats
-from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
-from drafttrain.data.records import Message
 from drafttrain.decode.rows import Passes
 from drafttrain.decode.stream import ACCEPTED, UNDRAFTED, Piece, Stream
 from drafttrain.report.answers import DRAFTED, numbers_of, show
@@ -355,21 +353,3 @@ def test_an_answer_at_a_terminal_is_marked_whole_and_safe() -> None:
     assert status.plain == numbers_of(stream, 10.0)
     shown = plain(console.file.getvalue())
     assert "aaaa bbbbb cc d\u00a0!\n\u3000漢\\x1b[2J\n" in shown
-
-
-def test_a_prompt_is_tokenised_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It was tokenised to be checked, before anything was decoded, and then again to be decoded."""
-    asked: list[str] = []
-
-    def counted(messages: Sequence[Message], *about: Any) -> list[int]:
-        asked.append(messages[-1].content)
-        return prompt_tokens(messages, *about)
-
-    monkeypatch.setattr("drafttrain.commands.setup.talk.prompt_tokens", counted)
-    file, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
-    file.write_text("Hi\nHello\n")
-    told = [f"chat.file={file}", f"chat.out={out}", "chat.max_new_tokens=2"]
-    assert run(capsys, "generate", *QUICK, *told)[0] == 0
-    assert asked == ["Hi", "Hello"]

@@ -13,7 +13,7 @@ from test_conversations import GOOD, jsonl, write
 from test_regenerate_command import local, run
 from test_regenerate_command import settings as answer_settings
 
-from drafttrain.commands.chat import begun
+from drafttrain.commands.chat import unanswered
 from drafttrain.commands.setup.talk import Talk
 from drafttrain.commands.setup.target_and_drafter import _read_samples
 from drafttrain.data.conversations import read_asked
@@ -95,4 +95,4 @@ def test_a_prompt_of_chat_file_is_named_before_any_is_answered(
     talk = Talk(target, None, how, BY_TEMPLATE, 0, cut=True)
     settings: Any = SimpleNamespace(system=None, file="prompts.jsonl")
     with pytest.raises(ValueError, match=r"^chat\.file: bad: the prompt must hold tokens"):
-        next(begun(talk, prompts, settings))
+        next(unanswered(talk, prompts, settings))

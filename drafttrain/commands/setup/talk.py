@@ -82,10 +82,10 @@ class Talk:
         positions, owner = context_of(spec, drafters)
         room = positions - num_tokens - depth
         if room < 1:
-            place = spec.context if owner == spec.name else f"{positions:,} positions of {owner}"
+            context = spec.context if owner == spec.name else f"{positions:,} positions of {owner}"
             raise ValueError(
                 f"the text so far has {num_tokens:,} tokens and leaves no room for an answer in "
-                f"the {place}; shorten it, or begin anew"
+                f"the {context}; shorten it, or begin anew"
             )
         return room
 

@@ -204,11 +204,11 @@ def write(
         # A user turn ends by itself or at its limit; either way the closing begins here.
         ends = np.isin(new, frame.user_stops) | (position - start == config.max_user_tokens)
         closes[rows[asks & ends]] = position
-        place = position - closes[rows]  # in the closing, and then in the answer
-        forced = (place >= 0) & (place < len(closing))
-        tokens[rows[forced], position] = closing[place[forced]]
+        offset = position - closes[rows]  # in the closing, and then in the answer
+        forced = (offset >= 0) & (offset < len(closing))
+        tokens[rows[forced], position] = closing[offset[forced]]
         ends = np.isin(new, frame.answer_stops)
-        ends |= place == len(closing) + config.max_answer_tokens - 1
+        ends |= offset == len(closing) + config.max_answer_tokens - 1
         over = rows[answers & ends]
         length[over] = position + 1
         if len(over):
