@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from drafttrain.core.ops.layer_calls import wide_dtype
-from drafttrain.runtime.settings import require
+from drafttrain.runtime import limits
+from drafttrain.runtime.settings import Settings, require
 from drafttrain.runtime.untrusted_input import did_you_mean
 
 NOT_A_LABEL = -1  # a hard label outside the drafter's vocabulary: its position contributes zero
@@ -177,7 +178,7 @@ REJECTION = {"rejection": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenLossConfig:
+class TokenLossConfig(Settings):
     """The settings of a trainable drafter's token losses: a part of its configuration.
 
     losses: weight by name; a position's loss is the weighted sum. jsd_beta: weight of the target's
@@ -189,12 +190,15 @@ class TokenLossConfig:
     then of the acceptance of tokens that can be drafted.
     """
 
+    section = "drafter"
+
     losses: dict[str, float]
-    jsd_beta: float
-    lk_eta: float
-    top_k: int
+    jsd_beta: limits.OpenFraction
+    lk_eta: limits.NonNegativeFloat
+    top_k: limits.PositiveInt
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, weight in self.losses.items():
             meant = did_you_mean(name, TOKEN_LOSSES).rstrip(";")
             known, every = name in TOKEN_LOSSES or self.of_rejection, ", ".join(TOKEN_LOSSES)
@@ -204,11 +208,6 @@ class TokenLossConfig:
         example = "; as in drafter.losses='{soft_cross_entropy: 1.0}'"
         above = any(self.losses.values())
         require(above, "drafter.losses", "have a weight above 0", self.losses or "none", example)
-        limits = "; its limits are forward_kl (0) and reverse_kl (1)"
-        beta, eta = self.jsd_beta, self.lk_eta
-        require(0 < beta < 1, "drafter.jsd_beta", "be between 0 and 1", beta, limits)
-        require(0 <= eta < math.inf, "drafter.lk_eta", "be at least 0", eta)
-        require(self.top_k >= 1, "drafter.top_k", "be at least 1", self.top_k)
 
     @property
     def needs_target_probs(self) -> bool:

@@ -1,27 +1,32 @@
 """The sampling settings."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from drafttrain.runtime.settings import require
+from drafttrain.runtime import limits
+from drafttrain.runtime.settings import Limit, Settings
 
 SMALLEST_TEMPERATURE = 1e-4  # a smaller divisor overflows float32, and distributions become NaN
 
 
+def _is_temperature(value: float) -> bool:
+    return value == 0 or SMALLEST_TEMPERATURE <= value <= 10
+
+
+Temperature = Annotated[
+    float, Limit(f"be 0 (greedy) or in [{SMALLEST_TEMPERATURE}, 10]", _is_temperature)
+]
+
+
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Settings):
     """How logits become probabilities. temperature 0 is greedy; top_k 0 and top_p 1.0 are off."""
 
-    temperature: float
-    top_k: int
-    top_p: float
+    section = "sampling"
 
-    def __post_init__(self) -> None:
-        heat, least = self.temperature, SMALLEST_TEMPERATURE
-        require(0 <= heat <= 10, "temperature", "be in [0, 10]", heat)
-        exact = heat == 0 or heat >= least
-        require(exact, "temperature", f"be 0 (greedy) or at least {least}", heat)
-        require(self.top_k >= 0, "top_k", "be at least 0 (0 is off)", self.top_k)
-        require(0 < self.top_p <= 1, "top_p", "be in (0, 1]", self.top_p)
+    temperature: Temperature
+    top_k: limits.NonNegativeInt
+    top_p: limits.PositiveFraction
 
     @property
     def greedy(self) -> bool:

@@ -5,8 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from drafttrain.core.sampling_config import Temperature
 from drafttrain.data.files import (
     ELSE,
     Record,
@@ -36,9 +37,10 @@ from drafttrain.data.records import (
 )
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import Template
+from drafttrain.runtime import limits
 from drafttrain.runtime.disk import digest_of
 from drafttrain.runtime.lock import of_answers, require_free
-from drafttrain.runtime.settings import Settings, require
+from drafttrain.runtime.settings import Limit, Settings, require
 from drafttrain.runtime.untrusted_input import shown
 
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}  # given anyway
@@ -46,6 +48,20 @@ GREETING = "conversations begin with the assistant: what it says before the user
 LEFT_OUT = "files or folders in data.path are not read"
 MAX_KWARGS = 10_000  # characters
 ALL, LAST = "all", "last"  # the answers that `regenerate` writes anew
+DATA_SET = Limit(
+    "name a data set on the Hub or a local directory",
+    bool,
+    "; for example data.repo=HuggingFaceH4/ultrachat_200k",
+)
+NOT_GREEDY = Limit("be above 0, or every conversation would be the same", bool)
+
+
+def _is_day(text: str) -> bool:
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +71,17 @@ class DataConfig(Settings):
     section = "data"
 
     name: str
-    max_length: int
-    holdout: int
-    template: str
+    max_length: Annotated[int, limits.at_least(2)]  # tokens
+    holdout: limits.NonNegativeInt  # conversations
+    template: Annotated[str, limits.one_of("chat", "none")]  # none: plain text
     template_kwargs: dict[str, Any]
-    template_date: str
+    template_date: Annotated[str, Limit("be a day such as 2026-01-31", _is_day)]
     roles: dict[str, Any]  # more names of speakers, each with the role it stands for
-    preview: int
-    seed: int
+    preview: limits.NonNegativeInt  # conversations
+    seed: limits.NonNegativeInt
 
     def __post_init__(self) -> None:
-        self.require("max_length", self.max_length >= 2, "be at least 2 tokens")
-        self.require("holdout", self.holdout >= 0, "be at least 0 conversations")
-        self.require("seed", self.seed >= 0, "be at least 0")
-        self.require("preview", self.preview >= 0, "be at least 0 conversations")
-        known = "be chat (the tokenizer's chat template) or none (plain text)"
-        require(self.template in ("chat", "none"), "data.template", known, repr(self.template))
+        super().__post_init__()
         taken = [key for key in self.template_kwargs if key in RESERVED or not key.isidentifier()]
         told = "name variables of the chat template that it is not given anyway"
         require(not taken, "data.template_kwargs", told, ", ".join(taken))
@@ -84,10 +95,6 @@ class DataConfig(Settings):
             plain = ""
         bounds = f"hold plain values of at most {MAX_KWARGS:,} characters"
         self.require("template_kwargs", 0 < len(plain) <= MAX_KWARGS, bounds)
-        try:
-            date.fromisoformat(self.template_date)
-        except ValueError:
-            self.require("template_date", False, "be a day such as 2026-01-31")
 
     def check_text(self) -> None:
         """Raise ValueError where these settings give no text to train on."""
@@ -107,26 +114,15 @@ class DataConfig(Settings):
 class SelfgenConfig(DataConfig):
     """The target writes its own conversations; see `regenerate`."""
 
-    num_conversations: int
-    batch_size: int
-    user_temperature: float
-    answer_temperature: float
-    top_k: int
-    top_p: float
-    max_user_tokens: int
-    max_answer_tokens: int
+    num_conversations: limits.PositiveInt
+    batch_size: limits.PositiveInt
+    user_temperature: Annotated[Temperature, NOT_GREEDY]
+    answer_temperature: Temperature
+    top_k: limits.NonNegativeInt
+    top_p: limits.PositiveFraction
+    max_user_tokens: limits.PositiveInt
+    max_answer_tokens: limits.PositiveInt
     cache_dir: str
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_at_least(1, "num_conversations", "batch_size")
-        self.require_at_least(1, "max_user_tokens", "max_answer_tokens")
-        for key in ("user_temperature", "answer_temperature"):
-            self.require(key, 0 <= getattr(self, key) <= 10, "be in [0, 10]")
-        why = "be above 0, or every conversation would be the same"
-        self.require("user_temperature", self.user_temperature > 0, why)
-        self.require("top_k", self.top_k >= 0, "be at least 0 (0 is off)")
-        self.require("top_p", 0 < self.top_p <= 1, "be in (0, 1] (1.0 is off)")
 
     def check_text(self) -> None:
         """Raise ValueError where no conversation can be written."""
@@ -142,13 +138,8 @@ class SelfgenConfig(DataConfig):
 class ReadConfig(DataConfig, ABC):
     """Conversations that are read from a source; subclasses read them."""
 
-    limit: int | None
+    limit: limits.PositiveInt | None
     key: ClassVar[str]  # the setting that names the source
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        enough = self.limit is None or self.limit >= 1
-        self.require("limit", enough, "be at least 1, or null for all")
 
     @property
     def place(self) -> str:
@@ -202,7 +193,7 @@ class JsonlConfig(ReadConfig):
 class HubConfig(ReadConfig):
     """A data set on the Hugging Face Hub, or in a local directory that `datasets` understands."""
 
-    repo: str | None
+    repo: Annotated[str | None, DATA_SET]
     revision: str | None
     subset: str | None
     files: str | None
@@ -215,12 +206,6 @@ class HubConfig(ReadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(
-            "repo",
-            bool(self.repo),
-            "name a data set on the Hub or a local directory",
-            "; for example data.repo=HuggingFaceH4/ultrachat_200k",
-        )
         pair = (self.prompt_column, self.response_column)
         require(
             all(pair) if self.column is None else not any(pair),

@@ -37,10 +37,6 @@ class PromptSource:
                 f"{EMBEDDED}: those of the package), got null for both; Spec-Bench, which is on no "
                 "Hub, is data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"
             )
-        if self.task_by not in ("task", "category"):
-            raise ValueError(f"eval.task_by must be task or category, got {self.task_by!r}")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"eval.prompts_per_task must be at least 1, got {self.limit}")
 
     @property
     def embedded(self) -> bool:

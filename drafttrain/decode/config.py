@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from drafttrain.runtime import limits
 from drafttrain.runtime.settings import Settings
 
 
@@ -13,16 +14,13 @@ class ChatSettings(Settings):
 
     name: str
     system: str | None
-    max_new_tokens: int
+    max_new_tokens: limits.PositiveInt
     marks: bool
     prompt: str | None
     file: str | None
     out: str | None
 
     def __post_init__(self) -> None:
-        for key in ("system", "prompt", "file", "out"):
-            value = getattr(self, key)
-            self.require(key, value is None or bool(value.strip()), "hold text, or be null")
-        self.require("max_new_tokens", self.max_new_tokens >= 1, "be at least 1")
+        super().__post_init__()
         one = self.prompt is None or self.file is None
         self.require("prompt", one, "be null where chat.file is given")

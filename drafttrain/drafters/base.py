@@ -356,6 +356,7 @@ class JoinedConfig(DrafterConfig):
     trainable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         distinct = len({*self.members}) == len(self.members) >= 2
         self.require("members", distinct, "name at least two drafters, each once")
         given = all(isinstance(each, dict) for each in self.settings.values())

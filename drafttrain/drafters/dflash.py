@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import exp
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,6 +39,7 @@ from drafttrain.drafters.shared.parallel import (
     mask_token,
 )
 from drafttrain.drafters.shared.publications import About, quoted
+from drafttrain.runtime import limits
 
 RANDOM, FIXED = "random", "fixed"  # where blocks begin in training
 EVERY_LAYER, INPUT = "every_layer", "input"  # where the fused features enter
@@ -48,28 +49,17 @@ EVERY_LAYER, INPUT = "every_layer", "input"  # where the fused features enter
 class DFlashConfig(DepthLossConfig, LayerConfig):
     """Shape and loss of DFlash; null takes the target's own value, or the published layers."""
 
-    layers: list[int] | None
-    num_captures: int
-    fusion: str
-    num_layers: int
-    block_size: int
+    layers: limits.DistinctLayers | None
+    num_captures: limits.PositiveInt
+    fusion: Annotated[str, limits.one_of(EVERY_LAYER, INPUT)]
+    num_layers: limits.PositiveInt
+    block_size: Annotated[int, limits.at_least(2)]
     mask_token_id: int | None
-    num_anchors: int
-    anchors: str
-    gamma: float
+    num_anchors: limits.PositiveInt
+    anchors: Annotated[str, limits.one_of(RANDOM, FIXED)]
+    gamma: limits.PositiveFloat
 
     layout = DFlashLayout()
-
-    def __post_init__(self) -> None:
-        DepthLossConfig.__post_init__(self)
-        LayerConfig.__post_init__(self)
-        self.require_distinct(self.layers)
-        self.require_at_least(1, "num_captures", "num_layers", "num_anchors")
-        self.require_at_least(2, "block_size")
-        self.require("anchors", self.anchors in (RANDOM, FIXED), f"be {RANDOM} or {FIXED}")
-        known = self.fusion in (EVERY_LAYER, INPUT)
-        self.require("fusion", known, f"be {EVERY_LAYER} or {INPUT}")
-        self.require("gamma", self.gamma > 0, "be above 0")
 
     def build(self, spec: TargetSpec) -> "DFlash":
         return DFlash(self, spec)

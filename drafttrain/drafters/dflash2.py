@@ -29,6 +29,7 @@ from drafttrain.drafters.serving.dflash2_layout import SIZES, DFlash2Layout
 from drafttrain.drafters.shared.layer import LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.drafters.shared.publications import About, quoted
+from drafttrain.runtime import limits
 from drafttrain.runtime.settings import require
 
 
@@ -36,11 +37,11 @@ from drafttrain.runtime.settings import require
 class DFlash2Config(DFlashConfig):
     """Shape and loss of DFlash-2; see DFlashConfig for what it shares."""
 
-    conv_kernel_size: int
-    conv_group_size: int
-    selector_rank: int
-    selector_top_k: int
-    selector_weight: float
+    conv_kernel_size: limits.PositiveInt
+    conv_group_size: limits.PositiveInt
+    selector_rank: limits.PositiveInt
+    selector_top_k: limits.PositiveInt
+    selector_weight: limits.PositiveFloat
 
     layout = DFlash2Layout()
 
@@ -49,11 +50,9 @@ class DFlash2Config(DFlashConfig):
         self.require(
             "fusion", self.fusion == EVERY_LAYER, f"be {EVERY_LAYER}: blocks are convolved"
         )
-        size = self.block_size
-        inside = 1 <= self.conv_kernel_size <= size
-        self.require("conv_kernel_size", inside, f"lie in 1..{size}, the block's size")
-        self.require_at_least(1, "conv_group_size", "selector_rank", "selector_top_k")
-        self.require("selector_weight", self.selector_weight > 0, "be above 0")
+        inside = self.conv_kernel_size <= self.block_size
+        most = f"be at most drafter.block_size ({self.block_size})"
+        self.require("conv_kernel_size", inside, most)
 
     def build(self, spec: TargetSpec) -> "DFlash2":
         return DFlash2(self, spec)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,23 +18,18 @@ from drafttrain.drafters.dflash import DFlash, DFlashConfig, DFlashState
 from drafttrain.drafters.serving.dspark_layout import MARKOV_TYPES, DSparkLayout
 from drafttrain.drafters.shared.layer import LayerState
 from drafttrain.drafters.shared.publications import About, quoted
+from drafttrain.runtime import limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
     """Shape and loss of DSpark; see DFlashConfig for what it shares."""
 
-    markov: str
-    markov_rank: int
-    confidence_weight: float
+    markov: Annotated[str, limits.one_of(*MARKOV_TYPES)]
+    markov_rank: limits.PositiveInt
+    confidence_weight: limits.PositiveFloat
 
     layout = DSparkLayout()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("markov", self.markov in MARKOV_TYPES, f"be one of {', '.join(MARKOV_TYPES)}")
-        self.require_at_least(1, "markov_rank")
-        self.require("confidence_weight", self.confidence_weight > 0, "be above 0")
 
     def build(self, spec: TargetSpec) -> "DSpark":
         return DSpark(self, spec)

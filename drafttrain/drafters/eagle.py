@@ -33,6 +33,7 @@ from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.drafters.shared.publications import About, quoted, spec_bench
+from drafttrain.runtime import limits
 
 INPUTS = "tokens", "features"  # of `fc`, in this order
 
@@ -48,24 +49,21 @@ class EagleConfig(DepthLossConfig, LayerConfig):
     """
 
     fc_bias: bool
-    feature_weight: float
-    token_weight: float
-    feature_noise: float
+    feature_weight: limits.NonNegativeFloat
+    token_weight: limits.NonNegativeFloat
+    feature_noise: limits.NonNegativeFloat
     scale_embeddings: bool
     reads: list[str]
-    unroll: int
+    unroll: limits.PositiveInt
 
     layout = EagleLayout()
 
     def __post_init__(self) -> None:
-        DepthLossConfig.__post_init__(self)
-        LayerConfig.__post_init__(self)
-        self.require_at_least(1, "unroll")
+        super().__post_init__()
         more = self.unroll > 1 or not self.until_first_miss
         self.require("until_first_miss", more, "be false with drafter.unroll=1, which drafts once")
         known = len(set(self.reads)) == len(self.reads) > 0 and {*self.reads} <= {*INPUTS}
         self.require("reads", known, f"be one or both of {', '.join(INPUTS)}")
-        self.require_at_least(0, "feature_weight", "token_weight", "feature_noise")
 
     def build(self, spec: TargetSpec) -> "Eagle":
         return Eagle(self, spec)

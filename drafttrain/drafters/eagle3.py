@@ -37,6 +37,7 @@ from drafttrain.drafters.shared.layer import (
 )
 from drafttrain.drafters.shared.publications import About, quoted, spec_bench
 from drafttrain.drafters.shared.text_losses import losses_along_text
+from drafttrain.runtime import limits
 
 Hidden = Float[Tensor, "batch seq hidden"]
 
@@ -45,29 +46,21 @@ Hidden = Float[Tensor, "batch seq hidden"]
 class FusingConfig(DepthLossConfig, LayerConfig):
     """What drafters of fused features have in common; null takes the target's, or the usual."""
 
-    layers: list[int] | None
-    hidden_size: int | None
+    layers: limits.DistinctLayers | None
+    hidden_size: limits.PositiveInt | None
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
-    draft_vocab_size: int
-    draft_vocab_coverage: float
-    unroll: int
-    depth_decay: float
+    draft_vocab_size: limits.PositiveInt
+    draft_vocab_coverage: limits.PositiveFraction
+    unroll: limits.PositiveInt
+    depth_decay: limits.PositiveFraction
 
     def __post_init__(self) -> None:
-        DepthLossConfig.__post_init__(self)
-        LayerConfig.__post_init__(self)
-        self.require_distinct(self.layers)
-        self.require_or_target("hidden_size", (self.hidden_size or 0) >= 1, "be at least 1")
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError(
-                "drafter.norm_before_fc and drafter.fc_norm must not both be true: one norm over "
-                "all captured layers, or one for each"
-            )
-        self.require_at_least(1, "draft_vocab_size", "unroll")
-        for key in ("draft_vocab_coverage", "depth_decay"):
-            self.require(key, 0 < getattr(self, key) <= 1, "be in (0, 1]")
+        super().__post_init__()
+        one = not (self.norm_before_fc and self.fc_norm)
+        need = "be false with drafter.norm_before_fc=true, one norm over all captured layers"
+        self.require("fc_norm", one, need)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,18 +38,14 @@ from drafttrain.drafters.shared.copies import (
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.drafters.shared.publications import About
 from drafttrain.drafters.shared.text_losses import next_token_loss
+from drafttrain.runtime import limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyExitConfig(TokenLossConfig, CopiesConfig):
     """How many of the target's layers it runs, what these have beyond Llama's, and the loss."""
 
-    exit_layer: int
-
-    def __post_init__(self) -> None:
-        TokenLossConfig.__post_init__(self)
-        CopiesConfig.__post_init__(self)
-        self.require_at_least(1, "exit_layer")
+    exit_layer: limits.PositiveInt
 
     def build(self, spec: TargetSpec) -> "EarlyExit":
         need = f"be below {spec.num_layers}, the layers of {spec.name}"

@@ -29,20 +29,17 @@ from drafttrain.drafters.shared.sequential import (
     SequentialHeads,
     SequentialState,
 )
+from drafttrain.runtime import limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class HydraHeadsConfig(SequentialConfig):
     """Shape and loss of Hydra; prefix_attention: a decoder layer before the heads (Hydra++)."""
 
-    num_heads: int
-    num_layers: int
+    num_heads: limits.PositiveInt
+    num_layers: limits.PositiveInt
     prefix_attention: bool
     scale_embeddings: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_at_least(1, "num_heads", "num_layers")
 
     def build(self, spec: TargetSpec) -> "HydraHeads":
         return HydraHeads(self, spec)

@@ -27,26 +27,21 @@ from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
 from drafttrain.drafters.shared.heads import HeadDrafter, of_depth, own_heads
 from drafttrain.drafters.shared.publications import About, quoted, spec_bench
+from drafttrain.runtime import limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig(DepthLossConfig, DrafterConfig):
     """Shape and loss of Medusa heads."""
 
-    num_heads: int
-    num_layers: int
+    num_heads: limits.PositiveInt
+    num_layers: limits.PositiveInt
     fc_bias: bool
     shared_head: bool
-    logit_scale: float
-    head_decay: float
+    logit_scale: limits.PositiveFloat
+    head_decay: limits.PositiveFraction
 
     layout: ClassVar[ServedLayout | None] = MedusaLayout()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_at_least(1, "num_heads", "num_layers")
-        self.require("logit_scale", self.logit_scale > 0, "be above 0")
-        self.require("head_decay", 0 < self.head_decay <= 1, "be in (0, 1]")
 
     def build(self, spec: TargetSpec) -> "Medusa":
         return Medusa(self, spec)

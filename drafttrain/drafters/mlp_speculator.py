@@ -12,6 +12,7 @@ from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.shared.heads import of_depth, own_heads
 from drafttrain.drafters.shared.publications import About
 from drafttrain.drafters.shared.sequential import SequentialConfig, SequentialHeads
+from drafttrain.runtime import limits
 
 NORM_EPS = 1e-6
 
@@ -20,16 +21,10 @@ NORM_EPS = 1e-6
 class MLPSpeculatorConfig(SequentialConfig):
     """Shape and loss of an MLP speculator; inner_size: null takes the target's width."""
 
-    num_heads: int
-    inner_size: int | None
+    num_heads: limits.PositiveInt
+    inner_size: limits.PositiveInt | None
     tied: bool
     scale_input: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_at_least(1, "num_heads")
-        inside = self.inner_size is None or self.inner_size >= 1
-        self.require("inner_size", inside, "be at least 1, or null for the target's")
 
     def build(self, spec: TargetSpec) -> "MLPSpeculator":
         return MLPSpeculator(self, spec)

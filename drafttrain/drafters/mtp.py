@@ -5,7 +5,7 @@ One module drafts every depth, as in FastMTP (arXiv:2509.18362).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,7 @@ from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerSta
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.drafters.shared.publications import About, quoted
 from drafttrain.drafters.shared.text_losses import losses_along_text
+from drafttrain.runtime import limits
 
 Hidden = Float[Tensor, "batch seq hidden"]
 NO_TOKEN = -1  # embedded as zero
@@ -38,19 +39,15 @@ class MTPConfig(DepthLossConfig, LayerConfig):
     position 0 (as vLLM's mimo_mtp.py); qwen reads it after that norm (as its qwen3_next_mtp.py).
     """
 
-    variant: str
-    unroll: int
-    depth_decay: float
+    variant: Annotated[str, limits.one_of(*VARIANTS)]
+    unroll: limits.PositiveInt
+    depth_decay: limits.PositiveFraction
 
     layout = MTPLayout()
 
     def __post_init__(self) -> None:
-        DepthLossConfig.__post_init__(self)
-        LayerConfig.__post_init__(self)
-        self.require("variant", self.variant in VARIANTS, f"be one of {', '.join(VARIANTS)}")
+        super().__post_init__()
         self.require("own_embedding", not self.own_embedding, "be false: it shares the target's")
-        self.require_at_least(1, "unroll")
-        self.require("depth_decay", 0 < self.depth_decay <= 1, "be in (0, 1]")
 
     def build(self, spec: TargetSpec) -> "MTP":
         return MTP(self, spec)

@@ -10,20 +10,22 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState, TrainingChance
 from drafttrain.drafters.shared.merge import merged, proposal_of
+from drafttrain.runtime import limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class NgramConfig(DrafterConfig):
     """The longest and the shortest suffix that is looked up."""
 
-    max_ngram: int
-    min_ngram: int
+    max_ngram: limits.PositiveInt
+    min_ngram: limits.PositiveInt
 
     trainable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        least = f"be at least 1 and at most drafter.max_ngram ({self.max_ngram})"
-        self.require("min_ngram", 1 <= self.min_ngram <= self.max_ngram, least)
+        super().__post_init__()
+        most = f"be at most drafter.max_ngram ({self.max_ngram})"
+        self.require("min_ngram", self.min_ngram <= self.max_ngram, most)
 
     def build(self, spec: TargetSpec) -> "Ngram":
         return Ngram(self, spec)

@@ -27,22 +27,18 @@ from drafttrain.drafters.shared.parallel import (
     mask_token,
 )
 from drafttrain.drafters.shared.publications import About
+from drafttrain.runtime import limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class PEagleConfig(FusingConfig):
     """Shape and loss of P-EAGLE; null takes the target's own value, or the usual layers."""
 
-    num_layers: int
+    num_layers: limits.PositiveInt
     mask_token_id: int | None
-    cod_ratio: float
+    cod_ratio: limits.PositiveFraction
 
     layout = PEagleLayout()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_at_least(1, "num_layers")
-        self.require("cod_ratio", 0 < self.cod_ratio <= 1, "be in (0, 1]")
 
     def build(self, spec: TargetSpec) -> "PEagle":
         return PEagle(self, spec)

@@ -14,22 +14,17 @@ from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.drafters.shared.heads import own_heads
 from drafttrain.drafters.shared.publications import About
 from drafttrain.drafters.shared.sequential import SequentialConfig, SequentialHeads
+from drafttrain.runtime import limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReDrafterConfig(SequentialConfig):
     """Shape and loss of ReDrafter; exit_size: null reads state and hidden state as they are."""
 
-    unroll: int
-    num_layers: int
-    exit_size: int | None
+    unroll: limits.PositiveInt
+    num_layers: limits.PositiveInt
+    exit_size: limits.PositiveInt | None
     scale_embeddings: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_at_least(1, "unroll", "num_layers")
-        inside = self.exit_size is None or self.exit_size >= 1
-        self.require("exit_size", inside, "be at least 1, or null for twice the target's width")
 
     def build(self, spec: TargetSpec) -> "ReDrafter":
         return ReDrafter(self, spec)

@@ -4,7 +4,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
@@ -18,6 +18,7 @@ from drafttrain.core.ops.layers import LentLinear
 from drafttrain.core.ops.ragged_cache import additive
 from drafttrain.core.placed_batch import attention_mask
 from drafttrain.core.readout import Readout
+from drafttrain.core.sampling_config import Temperature
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import DrafterConfig, TrainingChance, load_exactly
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
@@ -28,11 +29,14 @@ from drafttrain.drafters.shared.on_policy import OwnWords
 from drafttrain.drafters.shared.publications import About
 from drafttrain.drafters.shared.text_losses import next_token_loss
 from drafttrain.drafters.shared.vocabularies import check_same
+from drafttrain.runtime import limits
+from drafttrain.runtime.settings import Limit
 from drafttrain.runtime.untrusted_input import parse_json, shown
 from drafttrain.target.pretrained.files import check_settings
 from drafttrain.target.pretrained.limits import check_sizes
 from drafttrain.target.pretrained.models import attention_of
 
+ASCENDING = Limit("be distinct and ascend, as in [0,3,7]", lambda each: each == sorted({*each}))
 HEADS = ("num_attention_heads", "num_key_value_heads")
 MOST_SETTINGS = 1 << 20
 SETTINGS = "settings"  # a tensor among the weights: the model's configuration as JSON, in bytes
@@ -46,48 +50,35 @@ class SmallLMConfig(TokenLossConfig, DrafterConfig):
     path: str | None
     revision: str | None
     allow_pickle: bool
-    layers: list[int] | None
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
+    layers: Annotated[list[limits.NonNegativeInt], limits.NOT_EMPTY, ASCENDING] | None
+    hidden_size: limits.PositiveInt
+    intermediate_size: limits.PositiveInt
+    num_layers: limits.PositiveInt
+    num_attention_heads: limits.PositiveInt
+    num_key_value_heads: limits.PositiveInt
     tie_embeddings: bool
-    on_policy: float
-    on_policy_temperature: float
-    lora_rank: int
-    lora_alpha: int
+    on_policy: limits.Fraction  # of the conversations
+    on_policy_temperature: Temperature
+    lora_rank: limits.NonNegativeInt  # 0: all weights are trained
+    lora_alpha: limits.PositiveInt
 
     layout = CausalLMLayout()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.path is not None and self.layers is not None:
-            raise ValueError(
-                "drafter.path and drafter.layers are two origins of the weights, got both; set one "
-                "to null"
-            )
-        layers, fresh = self.layers, self.path is None and self.layers is None
-        ascending = layers is None or (layers and layers[0] >= 0 and layers == sorted({*layers}))
-        distinct = "be distinct layers of the target, ascending, as in [0,3,7]"
-        self.require("layers", bool(ascending), distinct)
+        one = self.path is None or self.layers is None
+        self.require("layers", one, "be null with drafter.path: the weights have one origin")
+        fresh = self.path is None and self.layers is None
         heads, groups = self.num_attention_heads, self.num_key_value_heads
-        sizes = ("hidden_size", "intermediate_size", "num_layers", *HEADS)
-        self.require_at_least(1, *sizes, "lora_alpha")
         even = f"be an even multiple of drafter.num_attention_heads ({heads})"
         self.require("hidden_size", self.hidden_size % (2 * heads) == 0, even)
         divide = f"divide drafter.num_attention_heads ({heads})"
         self.require("num_key_value_heads", heads % groups == 0, divide)
-        share = "be a fraction of the conversations in [0, 1]"
-        self.require("on_policy", 0 <= self.on_policy <= 1, share)
-        heat = self.on_policy_temperature
-        self.require("on_policy_temperature", 0 <= heat <= 10, "be in [0, 10]")
         if self.on_policy and self.losses.get("hard_cross_entropy"):
             raise ValueError(
                 "drafter.losses must compare with the target where drafter.on_policy is above 0, "
                 "got hard_cross_entropy, which would learn from the drafter's own samples"
             )
-        self.require("lora_rank", self.lora_rank >= 0, "be at least 0 (0: all weights)")
         origin = ": there is nothing to adapt; set drafter.path or drafter.layers"
         self.require("lora_rank", not (self.lora_rank and fresh), "be 0 for a fresh model", origin)
 

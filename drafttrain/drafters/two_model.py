@@ -6,7 +6,7 @@ Timor et al., 2025, arXiv:2502.05202, algorithm 4.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from drafttrain.drafters.shared.causal import CausalDrafter, CausalState
 from drafttrain.drafters.shared.model_source import draft_source, load_draft_model
 from drafttrain.drafters.shared.publications import quoted, spec_bench
 from drafttrain.drafters.shared.vocabularies import check_same, intersection
-from drafttrain.runtime.settings import require
+from drafttrain.runtime import limits
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.quantize import SCHEMES
 
@@ -32,9 +32,9 @@ class TwoModelConfig(DrafterConfig):
 
     path: str | None
     revision: str | None
-    dtype: str
-    vocabulary: str
-    quantization: str | None
+    dtype: Annotated[str, limits.one_of("auto", *DTYPES)]
+    vocabulary: Annotated[str, limits.one_of(*VOCABULARIES)]
+    quantization: Annotated[str, limits.one_of(*SCHEMES)] | None
     trust_remote_code: bool
     allow_pickle: bool
 
@@ -44,16 +44,6 @@ class TwoModelConfig(DrafterConfig):
     def served_from(self) -> Path:
         """The model's own directory, or its repository."""
         return Path(str(self.path)).expanduser()
-
-    def __post_init__(self) -> None:
-        one_of = {
-            "vocabulary": ("be one of", VOCABULARIES),
-            "quantization": ("be null or one of", (None, *SCHEMES)),
-            "dtype": ("be one of", ("auto", *DTYPES)),
-        }
-        for key, (need, known) in one_of.items():
-            value, names = getattr(self, key), ", ".join(name for name in known if name)
-            require(value in known, f"drafter.{key}", f"{need} {names}", repr(value))
 
     @property
     def draft_model(self) -> ModelConfig:

@@ -3,12 +3,12 @@
 from dataclasses import asdict, dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from drafttrain.core.sampling_config import SMALLEST_TEMPERATURE, Sampling
+from drafttrain.core.sampling_config import SMALLEST_TEMPERATURE, Sampling, Temperature
 from drafttrain.data.suites import PromptSource
-from drafttrain.runtime.settings import AUTO, Settings, is_count_or_auto
-from drafttrain.runtime.untrusted_input import folder_name
+from drafttrain.runtime import limits
+from drafttrain.runtime.settings import AUTO, Settings
 
 if TYPE_CHECKING:
     from drafttrain.decode.policy import Policy
@@ -28,6 +28,7 @@ REPORTED = (
     *("batch_sizes", "engine", "vllm_python", "vllm_batch_sizes", "vllm_tensor_parallel"),
     *("marginal_speedup", "price_per_hour", "currency"),
 )
+Counts = Annotated[list[limits.PositiveInt], limits.NOT_EMPTY, limits.DISTINCT]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class EvalConfig(Settings):
 
     section = "eval"
 
-    name: str
+    name: limits.FolderName
     overwrite: bool
     prompts: str | None
     dataset: str | None
@@ -44,90 +45,59 @@ class EvalConfig(Settings):
     split: str
     revision: str | None
     task: str | None
-    task_by: str
-    prompts_per_task: int | None
+    task_by: Annotated[str, limits.one_of("task", "category")]
+    prompts_per_task: limits.PositiveInt | None
     skip_long_prompts: bool
-    depth: Any  # a number, or AUTO until it is chosen
-    policy: str
+    depth: limits.CountOrAuto  # AUTO until it is chosen
+    policy: Annotated[str, limits.one_of(*POLICIES)]
     tree: list[Any]  # widths by level, or nodes by the ranks on their paths
     tree_replacement: bool
     tree_nodes: int
     tree_width: int
-    tree_temperature: float
-    latency_ms: float | None
-    temperature: float
-    top_k: int
-    top_p: float
-    draft_temperature: float | None
-    draft_top_k: int | None
-    draft_top_p: float | None
-    rule: str
-    typical_epsilon: float
-    typical_delta: float
-    lenience: float
-    batch_size: int
-    max_new_tokens: int
-    stop_strings: list[str]
-    blocks: int
+    tree_temperature: Annotated[float, limits.at_least(SMALLEST_TEMPERATURE)]
+    latency_ms: limits.PositiveFloat | None
+    temperature: Temperature
+    top_k: limits.NonNegativeInt
+    top_p: limits.PositiveFraction
+    draft_temperature: Temperature | None
+    draft_top_k: limits.NonNegativeInt | None
+    draft_top_p: limits.PositiveFraction | None
+    rule: Annotated[str, limits.one_of(*RULES)]
+    typical_epsilon: limits.OpenFraction
+    typical_delta: limits.OpenFraction
+    lenience: limits.PositiveFraction
+    batch_size: limits.PositiveInt
+    max_new_tokens: limits.PositiveInt
+    stop_strings: list[Annotated[str, limits.NOT_EMPTY]]
+    blocks: limits.PositiveInt
     repeats: int
-    lossless_prompts: int
+    lossless_prompts: limits.NonNegativeInt
     certify: bool
-    resamples: int
+    resamples: Annotated[int, limits.at_least(100)]
     before: bool
     two_model: str | None
-    engine: str
+    engine: Annotated[str, limits.one_of(*ENGINES)]
     vllm_python: str | None
-    vllm_tensor_parallel: Any  # a number, or AUTO
-    vllm_batch_sizes: list[int]
-    depths: list[int]
-    temperatures: list[float]
-    batch_sizes: list[int]
+    vllm_tensor_parallel: limits.CountOrAuto
+    vllm_batch_sizes: Annotated[list[limits.PositiveInt], limits.NOT_EMPTY]
+    depths: Annotated[list[limits.PositiveInt], limits.DISTINCT]
+    temperatures: Annotated[list[Temperature], limits.DISTINCT]
+    batch_sizes: Annotated[list[limits.PositiveInt], limits.DISTINCT]
     marginal_speedup: float
     price_per_hour: float | None
     currency: str
     from_tune: ClassVar[Any] = None  # no setting: see TunedEval
 
     def __post_init__(self) -> None:
-        folder_name(self.name, "eval.name")
-        for temperature in self.temperatures:
-            _sampling("temperatures: ", temperature, self.top_k, self.top_p)
-        known = is_count_or_auto(self.depth)
-        self.require("depth", known, f"be a number of at least 1, or {AUTO}")
-        self.require_at_least(1, "max_new_tokens", "blocks", "batch_size")
-        for key in ("depths", "batch_sizes", "temperatures"):
-            values = getattr(self, key)
-            positive = key == "temperatures" or all(value >= 1 for value in values)
-            self.require(key, positive, "be numbers of at least 1")
-            self.require(key, len(set(values)) == len(values), "be distinct values")
-        wanted, sizes = self.prompts_per_task, self.vllm_batch_sizes
-        spread = is_count_or_auto(self.vllm_tensor_parallel)
-        ranges = {
-            "repeats": (f"in 1..eval.blocks ({self.blocks})", 1 <= self.repeats <= self.blocks),
-            "prompts_per_task": ("at least 1 or null", wanted is None or wanted >= 1),
-            "rule": (f"one of {', '.join(RULES)}", self.rule in RULES),
-            "latency_ms": ("above 0 or null", self.latency_ms is None or self.latency_ms > 0),
-            "policy": (f"one of {', '.join(POLICIES)}", self.policy in POLICIES),
-            "lossless_prompts": ("at least 0", self.lossless_prompts >= 0),
-            "engine": (f"one of {', '.join(ENGINES)}", self.engine in ENGINES),
-            "vllm_tensor_parallel": (f"at least 1, or {AUTO}", spread),
-            "vllm_batch_sizes": ("numbers from 1 on", bool(sizes) and min(sizes) >= 1),
-            "resamples": ("at least 100", self.resamples >= 100),
-            "typical_epsilon": ("between 0 and 1", 0 < self.typical_epsilon < 1),
-            "typical_delta": ("between 0 and 1", 0 < self.typical_delta < 1),
-            "lenience": ("in (0, 1]", 0 < self.lenience <= 1),
-            "stop_strings": ("texts that are not empty", all(self.stop_strings)),
-        }
-        for key, (allowed, holds) in ranges.items():
-            self.require(key, holds, f"be {allowed}")
-        if (self.certify or self.lossy) and not self.lossless_prompts:
+        super().__post_init__()
+        several = 1 <= self.repeats <= self.blocks
+        self.require("repeats", several, f"be in 1..eval.blocks ({self.blocks})")
+        if self.certify or self.lossy:
             why = "eval.certify=true" if self.certify else f"eval.rule={self.rule}"
-            raise ValueError(
-                f"eval.lossless_prompts must be at least 1 with {why}, got 0: they are the prompts "
-                "that the certificate is made from"
-            )
+            need, made = f"be at least 1 with {why}", ": the certificate is made from them"
+            self.require("lossless_prompts", self.lossless_prompts >= 1, need, made)
         self._check_tree()
-        # Building them checks their settings.
-        _ = self.sampling, self.draft_sampling, self.source, self.verdict
+        _ = self.source, self.verdict  # building them checks their settings
 
     def _check_tree(self) -> None:
         deepest = self.deepest
@@ -145,23 +115,14 @@ class EvalConfig(Settings):
             allowed = "be 0 or null with eval.policy=dynamic_tree: it keeps nodes for their own "
             allowed += "probability, which is not lossless for nodes that are drawn by chance"
             self.require("draft_temperature", not self.draft_temperature, allowed)
-            warm = self.tree_temperature >= SMALLEST_TEMPERATURE
-            self.require("tree_temperature", warm, f"be at least {SMALLEST_TEMPERATURE:g}")
-        if self.policy not in ("chain", "adaptive") and self.rule == "block":
-            raise ValueError(
-                f"eval.rule must not be block with eval.policy={self.policy}: it is defined for "
-                "chains; use eval.rule=lossless"
-            )
-        if self.rule == "block" and self.engine != "drafttrain":
-            raise ValueError(
-                f"eval.rule must not be block with eval.engine={self.engine}, which verifies token "
-                "by token; use eval.rule=lossless"
-            )
-        if self.policy != "chain" and self.engine != "drafttrain":
-            raise ValueError(
-                f"eval.policy must be chain with eval.engine={self.engine}, which drafts chains, "
-                f"got {self.policy}"
-            )
+        if self.policy not in ("chain", "adaptive"):
+            need = f"not be block with eval.policy={self.policy}: it is defined for chains"
+            self.require("rule", self.rule != "block", need, "; use eval.rule=lossless")
+        if self.engine != "drafttrain":
+            need = f"not be block with eval.engine={self.engine}, which verifies token by token"
+            self.require("rule", self.rule != "block", need, "; use eval.rule=lossless")
+            need = f"be chain with eval.engine={self.engine}, which drafts chains"
+            self.require("policy", self.policy == "chain", need)
 
     def _check_static_tree(self, deepest: int) -> None:
         words = "be numbers of at least 1, one for each level, or nodes such as [[0],[1],[0,0]]"
@@ -262,7 +223,7 @@ class EvalConfig(Settings):
 
     def sampling_at(self, temperature: float) -> Sampling:
         """The same at another temperature of the sweep."""
-        return _sampling("", temperature, self.top_k, self.top_p)
+        return Sampling(temperature, self.top_k, self.top_p)
 
     @property
     def draft_sampling(self) -> Sampling:
@@ -272,8 +233,7 @@ class EvalConfig(Settings):
     def draft_sampling_beside(self, sampling: Sampling) -> Sampling:
         """How drafts are drawn if the target is sampled with `sampling`."""
         own = 0.0 if self.policy == "dynamic_tree" else sampling.temperature
-        return _sampling(
-            "draft_",
+        return Sampling(
             own if self.draft_temperature is None else self.draft_temperature,
             sampling.top_k if self.draft_top_k is None else self.draft_top_k,
             sampling.top_p if self.draft_top_p is None else self.draft_top_p,
@@ -334,13 +294,6 @@ class TunedEval(EvalConfig):
     from_tune: Any  # type: ignore[misc]  # evaluation.tune_choice.Chosen
 
 
-def _sampling(prefix: str, temperature: float, top_k: int, top_p: float) -> Sampling:
-    try:
-        return Sampling(temperature, top_k, top_p)
-    except ValueError as error:
-        raise ValueError(f"eval.{prefix}{error}") from None
-
-
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings(Settings):
     """Which depths and batch sizes are considered, and how carefully."""
@@ -349,20 +302,12 @@ class TuneSettings(Settings):
 
     name: str
     overwrite: bool
-    depths: list[int]
-    batch_sizes: list[int]
-    contexts: list[int]
-    rounds: int
+    depths: Counts
+    batch_sizes: Counts
+    contexts: Counts
+    rounds: limits.PositiveInt
     measure: bool
-    trees: str
-
-    def __post_init__(self) -> None:
-        for key in ("depths", "batch_sizes", "contexts"):
-            values = getattr(self, key)
-            holds = bool(values) and min(values) >= 1 and len(set(values)) == len(values)
-            self.require(key, holds, "be distinct numbers of at least 1")
-        self.require("rounds", self.rounds >= 1, "be at least 1")
-        self.require("trees", self.trees in TREES, "be fastest or longest")
+    trees: Annotated[str, limits.one_of(*TREES)]
 
     def fitting(self, deepest: int | None) -> list[int]:
         """Return the depths, ascending, that a drafter can draft (None: any)."""

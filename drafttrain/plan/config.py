@@ -1,7 +1,9 @@
 """The settings of a plan, and of an accelerator."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from drafttrain.runtime import limits
 from drafttrain.runtime.settings import Settings
 
 PEAKS = ("memory_gib", "bf16_tflops", "fp32_tflops", "bandwidth_gb_s")
@@ -15,34 +17,25 @@ class PlanSettings(Settings):
 
     dir: str | None
     measured: str | None
-    length: int | None
-    loss_share: float
-    tokens: int | None
-    host_gib: float | None
-    price_per_hour: float | None
+    length: limits.PositiveInt | None
+    loss_share: Annotated[float, limits.between(0.001, 1)]
+    tokens: limits.PositiveInt | None
+    host_gib: limits.PositiveFloat | None
+    price_per_hour: limits.NonNegativeFloat | None
     run: str | None
-    conditional_acceptance: float
+    conditional_acceptance: limits.Fraction
     acceptance_length: float | None
-    depth: int
-    batch_sizes: list[int]
-    context: int
-    serving_gpus: int | None
+    depth: limits.PositiveInt
+    batch_sizes: Annotated[list[limits.PositiveInt], limits.NOT_EMPTY]
+    context: limits.PositiveInt
+    serving_gpus: limits.PositiveInt | None
 
     def __post_init__(self) -> None:
-        sizes, accepted, price = self.batch_sizes, self.acceptance_length, self.price_per_hour
-        for key in ("length", "tokens", "depth", "context", "serving_gpus"):
-            value = getattr(self, key)
-            self.require(key, value is None or value >= 1, "be at least 1")
-        self.require("loss_share", 0.001 <= self.loss_share <= 1, "be in [0.001, 1]")
-        rate = self.conditional_acceptance
-        self.require("conditional_acceptance", 0 <= rate <= 1, "be in [0, 1]")
+        super().__post_init__()
+        accepted = self.acceptance_length
         possible = accepted is None or 1 <= accepted <= self.depth + 1
         longest = f"be in [1, {self.depth + 1}] for plan.depth={self.depth}"
         self.require("acceptance_length", possible, longest)
-        positive = bool(sizes) and min(sizes) >= 1
-        self.require("batch_sizes", positive, "be numbers of at least 1")
-        self.require("host_gib", self.host_gib is None or self.host_gib > 0, "be above 0, or null")
-        self.require("price_per_hour", price is None or price >= 0, "be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,25 +46,23 @@ class AcceleratorConfig(Settings):
 
     name: str
     matches: list[str]
-    memory_gib: float | None
-    bf16_tflops: float | None
-    fp32_tflops: float | None
-    bandwidth_gb_s: float | None
+    memory_gib: limits.PositiveFloat | None
+    bf16_tflops: limits.PositiveFloat | None
+    fp32_tflops: limits.PositiveFloat | None
+    bandwidth_gb_s: limits.PositiveFloat | None
     interconnect_gb_s: float
     watts: float
     price_per_hour: float
-    efficiency: float
-    serving_efficiency: float
-    bandwidth_efficiency: float
+    efficiency: limits.PositiveFraction
+    serving_efficiency: limits.PositiveFraction
+    bandwidth_efficiency: limits.PositiveFraction
     overhead_gib: float
     pass_us: float
     launch_us: float
     collective_us: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key in PEAKS:
-            value = getattr(self, key)
-            positive = self.name == "cpu" if value is None else value > 0
-            self.require(key, positive, "be above 0; null, to measure it, is for the cpu alone")
-        for key in ("efficiency", "serving_efficiency", "bandwidth_efficiency"):
-            self.require(key, 0 < getattr(self, key) <= 1, "be in (0, 1]")
+            measured = self.name == "cpu" or getattr(self, key) is not None
+            self.require(key, measured, "be above 0; null, to measure it, is for the cpu alone")

@@ -2,9 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from drafttrain.runtime.settings import Settings
-from drafttrain.runtime.untrusted_input import folder_name
+from drafttrain.runtime import limits
+from drafttrain.runtime.settings import Limit, Settings
+
+
+def _are_distinct(runs: list[str]) -> bool:
+    return len({Path(run).resolve() for run in runs}) == len(runs)
+
+
+EXAMPLE = ": python -m drafttrain compare 'runs=[outputs/a,outputs/b]'"
+SOME_RUN = Limit("name at least one evaluated run", bool, EXAMPLE)
+DISTINCT_RUNS = Limit("name each run once", _are_distinct)
 
 
 @dataclass(frozen=True)
@@ -13,18 +23,9 @@ class VerdictSettings(Settings):
 
     section = "eval"
 
-    marginal_speedup: float
-    price_per_hour: float | None
+    marginal_speedup: Annotated[float, limits.between(1, 10)]  # 1: any sure gain is worth having
+    price_per_hour: limits.PositiveFloat | None
     currency: str  # a label of the price
-
-    def __post_init__(self) -> None:
-        speedup, price = self.marginal_speedup, self.price_per_hour
-        need = "be in [1, 10] (1: any sure gain is worth having)"
-        self.require("marginal_speedup", 1 <= speedup <= 10, need)
-        priced = price is None or 0 < price < float("inf")
-        self.require("price_per_hour", priced, "be above 0, or null to leave money out")
-        named = bool(self.currency.strip())
-        self.require("currency", named, "name what eval.price_per_hour is in")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,27 +34,11 @@ class CompareSettings(Settings):
 
     section = "compare"
 
-    runs: list[str]
-    evaluation: str
+    runs: Annotated[list[str], SOME_RUN, DISTINCT_RUNS]
+    evaluation: limits.FolderName
     baseline: str | None
     all_pairs: bool
-    resamples: int
-    seed: int
+    resamples: Annotated[int, limits.at_least(100)]
+    seed: limits.NonNegativeInt
     name: str
     dir: str
-
-    def __post_init__(self) -> None:
-        if not self.runs:
-            raise ValueError(
-                "runs must name at least one evaluated run, got none: "
-                "python -m drafttrain compare 'runs=[outputs/a,outputs/b]'"
-            )
-        places = [Path(run).resolve() for run in self.runs]
-        twice = [
-            run for run, place in zip(self.runs, places, strict=True) if places.count(place) > 1
-        ]
-        if twice:
-            raise ValueError(f"runs must name each run once, got {' and '.join(twice[:2])}")
-        folder_name(self.evaluation, "compare.evaluation")
-        self.require("resamples", self.resamples >= 100, "be at least 100")
-        self.require("seed", self.seed >= 0, "be at least 0")

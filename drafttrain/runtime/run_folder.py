@@ -18,11 +18,11 @@ from typing import Any
 import yaml
 
 import drafttrain
+from drafttrain.runtime import limits
 from drafttrain.runtime.disk import append_text, refuse_links, require_writable, write_whole
 from drafttrain.runtime.settings import Settings
 from drafttrain.runtime.untrusted_input import (
     UntrustedError,
-    folder_name,
     read_object,
     read_yaml,
     shown,
@@ -55,17 +55,13 @@ class RunConfig(Settings):
 
     section = "run"
 
-    name: str
+    name: limits.FolderName
     dir: str
     resume: bool
     skip_damaged: bool
     allow_changes: list[str]
     init_from: str | None
-    seed: int
-
-    def __post_init__(self) -> None:
-        folder_name(self.name, "run.name")
-        self.require("seed", 0 <= self.seed < 2**63, "be in [0, 2**63)")
+    seed: limits.NonNegativeInt
 
 
 def call(*arguments: str) -> str:

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlparse
 
 import numpy as np
 import yaml
 
+from drafttrain.runtime import limits
 from drafttrain.runtime.disk import refuse_links, write_whole
 from drafttrain.runtime.journal import append_records, read_records, replace_records
 from drafttrain.runtime.lock import alone
@@ -55,15 +56,10 @@ class WandbConfig(TrackerConfig):
 
     project: str
     entity: str | None
-    mode: str
+    mode: Annotated[str, limits.one_of(*MODES)]
     tags: list[str]
     group: str | None
     artifacts: bool
-
-    def __post_init__(self) -> None:
-        self.require("mode", self.mode in MODES, f"be one of {', '.join(MODES)}")
-        if not self.project:
-            raise ValueError("tracker.project must name a project, got nothing")
 
 
 @dataclass(frozen=True, kw_only=True)

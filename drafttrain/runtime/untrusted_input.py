@@ -27,7 +27,6 @@ MAX_LINE_BYTES = 16 << 20  # one conversation
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 MAX_VOCABULARY = 4_000_000  # tokens; the largest published ones have 262,144
 MAX_COUNT = 2**53  # what JSON's numbers hold exactly
-LONGEST_NAME = 200  # bytes of a folder's name: file systems take 255, and we append to it
 SHOWN = 120  # characters of a text from outside in a message
 
 Kind = TypeVar("Kind")
@@ -154,16 +153,6 @@ def read_yaml(file: Path) -> Any:
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise UntrustedError(f"{shown(file, 400)} must be yaml, got: {shown(reason)}") from None
-
-
-def folder_name(name: str, key: str) -> str:
-    """Return `name`, which `key` gives a folder; UntrustedError if it could leave its parent."""
-    if not name.strip(". ") or "/" in name or not name.isprintable():
-        got = shown(repr(name))
-        raise UntrustedError(f"{key} must be a name without slashes, on one line, got {got}")
-    if len(name.encode()) > LONGEST_NAME:
-        raise UntrustedError(f"{key} must have at most {LONGEST_NAME} bytes, got {shown(name)}")
-    return name
 
 
 @dataclass(frozen=True)

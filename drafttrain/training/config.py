@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from drafttrain.runtime.settings import AUTO, Settings
+from drafttrain.runtime import limits
+from drafttrain.runtime.settings import AUTO, Limit, Settings
 
 MOST_EPOCHS = 1_000_000
 SIZES = ("max_steps", "tokens_per_step", "lr", "warmup_steps", "validate_every", "save_every")
@@ -19,6 +20,18 @@ SMALLEST_STEP, LARGEST_STEP = 256, 65_536
 WARM_UP = 0.05  # of the steps
 
 
+def _are_epochs(value: float) -> bool:
+    return 0 < value <= MOST_EPOCHS
+
+
+def _is_rate(value: Any) -> bool:
+    return value == AUTO or (type(value) in (int, float) and value > 0)
+
+
+def _is_warm_up(value: object) -> bool:
+    return value == AUTO or (type(value) is int and value >= 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Settings):
     """How long and how fast to train, and when to log, validate and save.
@@ -29,48 +42,24 @@ class TrainerConfig(Settings):
     section = "trainer"
 
     name: str
-    epochs: float
-    max_steps: Any
-    tokens_per_step: Any
-    lr: Any
-    schedule: str
-    warmup_steps: Any
-    final_lr_ratio: float
-    weight_decay: float
-    beta1: float
-    beta2: float
-    ema_decay: float
-    max_grad_norm: float
-    log_every: int
-    validate_every: Any
-    validation_prompts: int
-    validation_tokens: int
-    save_every: Any
-    keep_checkpoints: int
-
-    def __post_init__(self) -> None:
-        at_least_1 = (
-            *("max_steps", "tokens_per_step", "log_every", "validate_every", "save_every"),
-            *("validation_prompts", "validation_tokens", "keep_checkpoints"),
-        )
-        unsized = [key for key in SIZES if getattr(self, key) == AUTO]
-        for key in set(SIZES) - set(unsized):
-            kind, name = (float | int, "number") if key == "lr" else (int, "whole number")
-            value = getattr(self, key)
-            right = isinstance(value, kind) and not isinstance(value, bool)
-            self.require(key, right, f"be a {name} or {AUTO}")
-        for key in at_least_1:
-            self.require(key, key in unsized or getattr(self, key) >= 1, "be at least 1")
-        for key in ("lr", "max_grad_norm", "epochs"):
-            self.require(key, key in unsized or getattr(self, key) > 0, "be above 0")
-        self.require("epochs", self.epochs <= MOST_EPOCHS, f"be at most {MOST_EPOCHS:,}")
-        for key in ("warmup_steps", "weight_decay"):
-            self.require(key, key in unsized or getattr(self, key) >= 0, "be at least 0")
-        for key in ("beta1", "beta2", "ema_decay"):
-            self.require(key, 0 <= getattr(self, key) < 1, "be in [0, 1)")
-        self.require("final_lr_ratio", 0 <= self.final_lr_ratio <= 1, "be in [0, 1]")
-        known = ("cosine", "constant")
-        self.require("schedule", self.schedule in known, f"be one of {', '.join(known)}")
+    epochs: Annotated[float, Limit(f"be above 0 and at most {MOST_EPOCHS:,}", _are_epochs)]
+    max_steps: limits.CountOrAuto
+    tokens_per_step: limits.CountOrAuto
+    lr: Annotated[Any, Limit(f"be a number above 0, or {AUTO}", _is_rate)]
+    schedule: Annotated[str, limits.one_of("cosine", "constant")]
+    warmup_steps: Annotated[Any, Limit(f"be a whole number, or {AUTO}", _is_warm_up)]
+    final_lr_ratio: limits.Fraction
+    weight_decay: limits.NonNegativeFloat
+    beta1: limits.FractionBelow1
+    beta2: limits.FractionBelow1
+    ema_decay: limits.FractionBelow1
+    max_grad_norm: limits.PositiveFloat
+    log_every: limits.PositiveInt
+    validate_every: limits.CountOrAuto
+    validation_prompts: limits.PositiveInt
+    validation_tokens: limits.PositiveInt
+    save_every: limits.CountOrAuto
+    keep_checkpoints: limits.PositiveInt
 
     @property
     def unsized(self) -> bool:

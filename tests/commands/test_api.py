@@ -167,7 +167,7 @@ WRONG: list[tuple[str, Callable[[Target, Drafter], object]]] = [
         lambda t, d: drafttrain.generate(t, d, "Hi", depth="four"),
     ),
     (r"depth must be in 1\.\.4", lambda t, d: drafttrain.generate(t, d, "Hi", depth=5)),
-    ("run.seed must be in", lambda t, d: drafttrain.generate(t, d, "Hi", seed=-1)),
+    ("run.seed must be at least 0", lambda t, d: drafttrain.generate(t, d, "Hi", seed=-1)),
     (
         "prompt must be text, or messages such as .* got unknown role",
         lambda t, d: drafttrain.generate(t, d, [{"role": "cat", "content": "Hi"}]),

@@ -102,12 +102,20 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         ("train drafter.unroll=1.5", "drafter.unroll must be an integer, got 1.5"),
         ("train drafter.unroll=null", "drafter.unroll must be an integer, got null"),
         ("train drafter=medusa drafter.num_heads=0", "drafter.num_heads must be at least 1, got 0"),
-        ("train trainer.lr=fast", "trainer.lr must be a number or auto, got fast"),
+        ("train trainer.lr=fast", "trainer.lr must be a number above 0, or auto, got fast"),
         ("train run.resume=maybe", "run.resume must be true or false, got maybe"),
         ("train drafter.layers=[a]", "drafter.layers must be a list of integers such as [1,2] or"),
         ("train drafter.layers=[1,2", "drafter.layers must be a list of integers such as [1,2] or"),
-        ("train run.name=a/b", "run.name must be a name without slashes, on one line, got 'a/b'"),
-        ("train run.seed=-1", "run.seed must be in [0, 2**63), got -1"),
+        (
+            "train run.name=a/b",
+            "run.name must be a name without slashes, on one line, of",
+        ),
+        (
+            "train model.max_positions=null model=random",
+            "model.max_positions must be an integer",
+        ),
+        ("train eval.task_by=kind", "eval.task_by must be one of task, category, got kind"),
+        ("train run.seed=-1", "run.seed must be at least 0, got -1"),
         ("evaluate", "run.dir must be given: python -m drafttrain evaluate run.dir="),
         ("evaluate run.dir=nowhere", "run.dir must be the folder of a run, got nowhere, which"),
         (

@@ -56,7 +56,7 @@ def test_a_job_that_fails_is_named_and_the_rest_is_done(
     said = capsys.readouterr()
     assert "1/2  lr_fast  trainer.lr=fast  failed after " in said.out
     assert "2/2  lr_-1  trainer.lr=-1  failed after " in said.out
-    assert ": error: trainer.lr must be a number or auto, got fast" in said.out
+    assert ": error: trainer.lr must be a number above 0, or auto, got fast" in said.out
     assert said.err == (
         "error: 2 of 2 jobs failed: lr_fast, lr_-1; their output is in sweep/logs; the same "
         "command tries them again\n"
@@ -66,7 +66,7 @@ def test_a_job_that_fails_is_named_and_the_rest_is_done(
         ("lr_fast", "failed", 2),
         ("lr_-1", "failed", 2),
     ]
-    assert lines[0]["last_line"] == "error: trainer.lr must be a number or auto, got fast"
+    assert lines[0]["last_line"] == "error: trainer.lr must be a number above 0, or auto, got fast"
     assert (here / "sweep" / "logs" / "lr_fast.log").read_text().startswith("error: ")
 
 

@@ -701,9 +701,9 @@ def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     [
         ({"backend": "sglang"}, "regenerate.backend must be one of transformers, vllm, openai"),
         ({"backend": "openai"}, "regenerate.base_url must name the endpoint"),
-        ({"turns": "first"}, "regenerate.turns must be all or last, got first"),
+        ({"turns": "first"}, "regenerate.turns must be one of all, last, got first"),
         ({"out": "answers.txt"}, "regenerate.out must name a file in .jsonl, got answers.txt"),
-        ({"temperature": -1.0}, "regenerate.temperature must be in"),
+        ({"temperature": -1.0}, "regenerate.temperature must be 0 .*or in"),
         ({"concurrency": 0}, "regenerate.concurrency must be at least 1, got 0"),
         ({"base_url": "notaurl"}, "base_url must be like .* got notaurl, which names no http"),
         ({"base_url": "http://a:b@c/v1"}, "base_url must be like .* with a user name or a pass"),

@@ -374,8 +374,11 @@ def test_plain_text_is_read_when_there_is_no_template(tmp_path: Path) -> None:
         (lambda: jsonl("a", template_date="today"), "data.template_date must be a day such as"),
         (lambda: jsonl("a", template_kwargs={"messages": []}), "data.template_kwargs must name"),
         (lambda: jsonl("a", template_kwargs={"a": "b" * 20_000}), "data.template_kwargs must hold"),
-        (lambda: jsonl("a", template="llama"), "data.template must be chat .* got 'llama'"),
-        (lambda: jsonl("a", max_length=1), "data.max_length must be at least 2 tokens, got 1"),
+        (
+            lambda: jsonl("a", template="llama"),
+            "data.template must be one of chat, none, got",
+        ),
+        (lambda: jsonl("a", max_length=1), "data.max_length must be at least 2, got 1"),
         (lambda: jsonl("a", seed=-1), "data.seed must be at least 0, got -1"),
         (lambda: jsonl("a", holdout=-1), "data.holdout must be at least 0"),
         (lambda: hub(repo=None), "data.repo must name a data set"),
@@ -384,7 +387,7 @@ def test_plain_text_is_read_when_there_is_no_template(tmp_path: Path) -> None:
         (lambda: hub(limit=0), "data.limit must be at least 1"),
         (lambda: selfgen(batch_size=0), "data.batch_size must be at least 1, got 0"),
         (lambda: selfgen(user_temperature=0.0), "data.user_temperature must be above 0"),
-        (lambda: selfgen(answer_temperature=11.0), "data.answer_temperature must be in"),
+        (lambda: selfgen(answer_temperature=11.0), "data.answer_temperature must be 0 .* or in"),
         (lambda: selfgen(top_k=-1), "data.top_k must be at least 0"),
         (lambda: selfgen(top_p=0.0), "data.top_p must be in"),
         (

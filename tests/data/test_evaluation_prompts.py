@@ -56,8 +56,6 @@ def test_a_limit_keeps_the_first_prompts_of_each_task():
         "tiny_math_02",
         "tiny_coding_01",
     ]
-    with pytest.raises(ValueError, match="must be at least 1, got 0"):
-        read_prompts(BUILTIN_PROMPTS, 0)
 
 
 def test_unusable_lines_are_counted_and_named_by_line(tmp_path: Path):

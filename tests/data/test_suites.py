@@ -125,8 +125,6 @@ def test_the_category_as_task_splits_mt_bench_and_limits_each(tmp_path: Path) ->
     assert Counter(prompt.task for prompt in fine) == wanted
     coarse, _ = load_prompts(source(path=path, limit=2))
     assert Counter(prompt.task for prompt in coarse) == {"mt_bench": 2, "rag": 2}
-    with pytest.raises(ValueError, match=r"eval\.task_by must be task or category, got 'kind'"):
-        source(path=path, task_by="kind")
 
 
 def test_rows_of_a_suite_that_cannot_be_used_are_counted(tmp_path: Path) -> None:

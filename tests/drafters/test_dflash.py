@@ -243,7 +243,7 @@ def test_what_does_not_fit_the_target_is_named(target: Target) -> None:
         build("dflash", target.spec, block_size=1)
     with pytest.raises(ValueError, match=r"drafter\.gamma must be above 0"):
         build("dflash", target.spec, gamma=0.0)
-    with pytest.raises(ValueError, match=r"drafter\.fusion must be every_layer or input"):
+    with pytest.raises(ValueError, match=r"drafter\.fusion must be one of every_layer, input"):
         build("dflash", target.spec, fusion="last")
     with pytest.raises(ValueError, match=r"drafter\.fusion must be every_layer: blocks"):
         build("dflash2", target.spec, fusion="input")

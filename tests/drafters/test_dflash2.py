@@ -234,7 +234,7 @@ def test_candidates_logits_are_the_targets_readouts(target: Target) -> None:
 
 def test_what_cannot_be_is_named(target: Target) -> None:
     for key, value, need in (
-        ("conv_kernel_size", 9, r"lie in 1\.\.8, the block's size"),
+        ("conv_kernel_size", 9, r"be at most drafter\.block_size \(8\)"),
         ("conv_group_size", 0, "be at least 1"),
         ("conv_group_size", 5, r"divide the hidden size of \S+, 32"),
         ("selector_rank", 0, "be at least 1"),

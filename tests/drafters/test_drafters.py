@@ -691,6 +691,6 @@ def test_a_scaling_of_positions_is_checked_before_training(
 @pytest.mark.parametrize("family", ["eagle3", "p_eagle", "dflash", "dflash2", "dspark"])
 @pytest.mark.parametrize("layers", [[], [1, 1]])
 def test_captured_layers_are_named_or_left_to_the_usual(family: str, layers: list[int]) -> None:
-    said = rf"drafter\.layers must be distinct layers, at least one, or null, got {layers}"
+    said = rf"drafter\.layers must (not be empty|be distinct values), or null, got {layers}"
     with pytest.raises(ValueError, match=said.replace("[", r"\[")):
         drafter_config(family, layers=layers)

@@ -761,9 +761,11 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"runs must name at least one evaluated run, got none: "):
+    with pytest.raises(ValueError, match=r"runs must name at least one evaluated run, got \[\]: "):
         compared()
-    with pytest.raises(ValueError, match=r"runs must name each run once, got x/a and x/\./a$"):
+    with pytest.raises(
+        ValueError, match=r"runs must name each run once, got \['x/a', 'y', 'x/\./a'\]$"
+    ):
         compared("x/a", "y", "x/./a")
     with pytest.raises(ValueError, match=r"compare\.resamples must be at least 100, got 3"):
         compared("x", resamples=3)
@@ -866,11 +868,11 @@ def test_the_command_writes_its_files_and_says_the_same_each_time(
         (
             "",
             2,
-            "runs must name at least one evaluated run, got none: python -m drafttrain compare",
+            "compare.runs must name at least one evaluated run, got []: python -m drafttrain",
         ),
-        ("runs=[]", 2, "runs must name at least one evaluated run"),
+        ("runs=[]", 2, "compare.runs must name at least one evaluated run"),
         ("runs=a", 2, "compare.runs must be a list of texts such as [a,b], got a"),
-        ("runs=[a,a]", 2, "runs must name each run once, got a and a"),
+        ("runs=[a,a]", 2, "compare.runs must name each run once, got ['a', 'a']"),
         ("runs=[nowhere]", 2, "runs must name folders of runs, got nowhere, which does not exist"),
         ("rnus=[a]", 2, "no section is called rnus"),
         ("compare.run=[a]", 2, "compare has no key run; did you mean runs?"),

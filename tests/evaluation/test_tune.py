@@ -202,8 +202,8 @@ def test_costs_are_measured_for_every_cell(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"depths": []}, r"tune\.depths must be distinct numbers of at least 1, got \[\]"),
-        ({"batch_sizes": [0]}, r"tune\.batch_sizes must be distinct numbers of at least 1"),
+        ({"depths": []}, r"tune\.depths must not be empty, got \[\]"),
+        ({"batch_sizes": [0]}, r"tune\.batch_sizes must be at least 1, got \[0\]"),
         ({"rounds": 0}, r"tune\.rounds must be at least 1, got 0"),
     ],
 )

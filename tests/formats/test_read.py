@@ -500,7 +500,7 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
     ),
     "both norms": (
         lambda: edited(eagle3("norm_before_fc"), fc_norm=True),
-        r"drafter\.norm_before_fc and drafter\.fc_norm must not both be true",
+        r"drafter\.fc_norm must be false with drafter\.norm_before_fc=true",
     ),
     "no features": (
         lambda: edited(eagle3(), eagle_config={"use_aux_hidden_state": False}),

@@ -732,14 +732,14 @@ def test_a_target_is_served_from_its_directory_or_its_repository() -> None:
     [
         (
             {"dtype": "float16"},
-            "export.dtype must be one of auto, float32, bfloat16, fp8, got 'float16'",
+            "export.dtype must be one of auto, float32, bfloat16, fp8, got float16",
         ),
         ({"measured_prompts": -1}, "export.measured_prompts must be at least 0, got -1"),
         (
             {"num_speculative_tokens": 0},
-            "export.num_speculative_tokens must be at least 1, auto or null, got 0",
+            "export.num_speculative_tokens must be a number of at least 1, or auto, or null, got 0",
         ),
-        ({"push": "tiny"}, "export.push must be user/repo, got 'tiny'; for example"),
+        ({"push": "tiny"}, "export.push must be user/repo, or null, got tiny; for example"),
         ({"dry_run": True}, "export.dry_run=true must come with export.push=user/repo"),
         ({"license": "The MIT"}, "export.license must be a licence id of the Hub"),
     ],

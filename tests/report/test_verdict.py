@@ -188,11 +188,10 @@ def test_a_lossy_rule_stands_in_the_headline() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ((0.9, None, "USD"), r"eval\.marginal_speedup must be in \[1, 10\] .* got 0\.9"),
+        ((0.9, None, "USD"), r"eval\.marginal_speedup must be in \[1, 10\], got 0\.9"),
         ((float("nan"), None, "USD"), r"eval\.marginal_speedup"),
-        ((1.05, 0.0, "USD"), r"eval\.price_per_hour must be above 0, or null .* got 0\.0"),
+        ((1.05, 0.0, "USD"), r"eval\.price_per_hour must be above 0, or null, got 0\.0"),
         ((1.05, float("inf"), "USD"), r"eval\.price_per_hour must be above 0"),
-        ((1.05, 1.0, " "), r"eval\.currency must name"),
     ],
 )
 def test_absurd_settings_are_refused(values: tuple[Any, ...], message: str) -> None:

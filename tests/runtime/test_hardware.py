@@ -123,7 +123,10 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "float16"}, "hardware.dtype must be auto, float32 or bfloat16, got float16"),
+        (
+            {"dtype": "float16"},
+            "hardware.dtype must be one of auto, float32, bfloat16, got",
+        ),
         ({"device": "tpu"}, r"hardware.device must be auto, cpu or cuda\[:N\], got tpu"),
         ({"device": "cuda:x"}, r"hardware.device must be auto, cpu or cuda\[:N\], got cuda:x"),
         ({"device": "cuda:"}, r"hardware.device must be auto, cpu or cuda\[:N\], got cuda:"),

@@ -100,13 +100,12 @@ def test_a_target_from_nowhere_is_refused() -> None:
     ("changes", "message"),
     [
         ({"attention": "flash"}, "model.attention must be one of auto, sdpa, eager, got flash"),
-        ({"max_positions": 0}, "model.max_positions must be at least 1, got 0; null takes"),
+        ({"max_positions": 0}, "model.max_positions must be at least 1, got 0"),
         ({"path": "/x"}, "model=random draws its weights, so model.path=/x must not be set"),
         ({"architecture": "gpt"}, "model.architecture must be one of llama, qwen3, mistral, got"),
-        ({"max_positions": None}, "model.max_positions must be a number for a random target"),
         ({"num_layers": 0}, "model.num_layers must be at least 1, got 0"),
         ({"num_key_value_heads": 3}, "must divide model.num_attention_heads (4), got 3"),
-        ({"head_dim": 7}, "model.head_dim must be even (rotary pairs), got 7"),
+        ({"head_dim": 7}, "model.head_dim must be even (rotary pairs) and above 0, got 7"),
     ],
 )
 def test_a_wrong_value_is_answered_with_key_and_remedy(changes: Any, message: str) -> None:

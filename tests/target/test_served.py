@@ -241,9 +241,9 @@ def test_an_engine_that_dies_at_work_says_so_and_leaves_nothing_behind(tmp_path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"memory": 1.5}, r"vllm\.memory must be a share in \(0, 1\], got 1\.5"),
+        ({"memory": 1.5}, r"vllm\.memory must be in \(0, 1\], got 1\.5"),
         ({"max_num_seqs": 0}, r"vllm\.max_num_seqs must be at least 1, got 0"),
-        ({"patience": 0.0}, r"vllm\.patience must be above 0 seconds"),
+        ({"patience": 0.0}, r"vllm\.patience must be above 0, got 0"),
     ],
 )
 def test_settings_of_vllm_are_checked(change: dict[str, Any], message: str) -> None:

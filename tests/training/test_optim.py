@@ -142,9 +142,9 @@ def test_a_size_that_is_given_stays_and_the_others_follow_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": "fast"}, r"trainer\.lr must be a number or auto, got fast"),
+        ({"lr": "fast"}, r"trainer\.lr must be a number above 0, or auto, got fast"),
         ({"epochs": 0}, r"trainer\.epochs must be above 0"),
-        ({"max_steps": 0}, r"trainer\.max_steps must be at least 1"),
+        ({"max_steps": 0}, r"trainer\.max_steps must be a number of at least 1, or auto, got 0"),
     ],
 )
 def test_sizes_are_numbers_or_auto(changes: dict[str, Any], message: str) -> None:

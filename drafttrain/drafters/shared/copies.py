@@ -30,6 +30,7 @@ class CopiesConfig(DrafterConfig):
     rope_scaling: Any  # see `scaling_of`
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_scaling(self.rope_scaling)
 
     def shape(self, spec: TargetSpec) -> LayerShape:

@@ -18,6 +18,7 @@ from drafttrain.core.tree import Branches
 from drafttrain.core.types import TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState
 from drafttrain.drafters.serving.values import is_number
+from drafttrain.runtime import limits
 from drafttrain.runtime.settings import require
 from drafttrain.runtime.untrusted_input import shown
 
@@ -37,12 +38,12 @@ TARGET = "target"  # the setting for the target's own scaling
 class LayerConfig(DrafterConfig):
     """The settings of the layer; null takes the target's value."""
 
-    intermediate_size: int | None
-    num_attention_heads: int | None
-    num_key_value_heads: int | None
-    head_dim: int | None
-    rms_norm_eps: float | None
-    rope_theta: float | None
+    intermediate_size: limits.PositiveInt | None
+    num_attention_heads: limits.PositiveInt | None
+    num_key_value_heads: limits.PositiveInt | None
+    head_dim: limits.PositiveInt | None
+    rms_norm_eps: limits.PositiveFloat | None
+    rope_theta: limits.PositiveFloat | None
     rope_scaling: Any  # TARGET, a scaling, or None
     attention_bias: bool
     attention_output_bias: bool
@@ -50,21 +51,8 @@ class LayerConfig(DrafterConfig):
     own_embedding: bool
 
     def __post_init__(self) -> None:
-        for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-            self.require_or_target(key, (getattr(self, key) or 0) >= 1, "be at least 1")
-        for key in ("rms_norm_eps", "rope_theta"):
-            self.require_or_target(key, (getattr(self, key) or 0) > 0, "be above 0")
+        super().__post_init__()
         require_scaling(self.rope_scaling)
-
-    def require_distinct(self, layers: list[int] | None) -> None:
-        """Raise ValueError unless the target's layers to read are some, each once, or null."""
-        distinct = layers is None or len(set(layers)) == len(layers) > 0
-        self.require("layers", distinct, "be distinct layers, at least one, or null")
-
-    def require_or_target(self, key: str, holds: bool, need: str) -> None:
-        """Raise ValueError unless a condition on a setting holds, or it is null."""
-        value = getattr(self, key)
-        self.require(key, value is None or holds, f"{need}, or null for the target's")
 
     def shape(self, spec: TargetSpec, hidden_size: int | None = None) -> "LayerShape":
         """Return the layer's shape for a target; `hidden_size` None takes the target's too.

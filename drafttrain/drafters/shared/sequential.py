@@ -15,17 +15,14 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import DrafterConfig, DraftState, TrainingChance, last_of
 from drafttrain.drafters.shared.heads import HeadDrafter, of_depth
+from drafttrain.runtime import limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequentialConfig(DepthLossConfig, DrafterConfig):
     """What the families have in common: the loss at depth d, from 0, weighs depth_decay**d."""
 
-    depth_decay: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("depth_decay", 0 < self.depth_decay <= 1, "be in (0, 1]")
+    depth_decay: limits.PositiveFraction
 
 
 @dataclass

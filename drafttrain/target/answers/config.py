@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.sampling_config import Sampling, Temperature
 from drafttrain.data.conversations import ALL, LAST
-from drafttrain.runtime.settings import Settings
+from drafttrain.runtime import limits
+from drafttrain.runtime.settings import Limit, Settings
 from drafttrain.runtime.untrusted_input import shown
 
 TRANSFORMERS, VLLM, OPENAI = BACKENDS = ("transformers", "vllm", "openai")
@@ -19,29 +20,24 @@ class RegenerateSettings(Settings):
 
     section = "regenerate"
 
-    backend: str
-    out: str
-    turns: str
-    temperature: float
-    top_k: int
-    top_p: float
-    max_new_tokens: int
-    seed: int
-    batch_size: int
+    backend: Annotated[str, limits.one_of(*BACKENDS)]
+    out: Annotated[str, Limit("name a file in .jsonl", lambda out: out.endswith(".jsonl"))]
+    turns: Annotated[str, limits.one_of(ALL, LAST)]
+    temperature: Temperature
+    top_k: limits.NonNegativeInt
+    top_p: limits.PositiveFraction
+    max_new_tokens: limits.PositiveInt
+    seed: limits.NonNegativeInt
+    batch_size: limits.PositiveInt
     base_url: str | None
     served_model: str | None
     api_key_variable: str
-    concurrency: int
-    timeout: float
-    max_retries: int
+    concurrency: limits.PositiveInt
+    timeout: limits.PositiveFloat  # seconds
+    max_retries: limits.NonNegativeInt
 
     def __post_init__(self) -> None:
-        self.require("backend", self.backend in BACKENDS, f"be one of {', '.join(BACKENDS)}")
-        self.require("turns", self.turns in (ALL, LAST), f"be {ALL} or {LAST}")
-        self.require("out", self.out.endswith(".jsonl"), "name a file in .jsonl")
-        self.require_at_least(1, "max_new_tokens", "batch_size", "concurrency")
-        self.require_at_least(0, "seed", "max_retries")
-        self.require("timeout", self.timeout > 0, "be above 0 seconds")
+        super().__post_init__()
         if self.backend == OPENAI and not self.base_url:
             raise ValueError(
                 "regenerate.base_url must name the endpoint of regenerate.backend=openai, got "
@@ -49,10 +45,6 @@ class RegenerateSettings(Settings):
             )
         if self.base_url is not None:
             check_url(self.base_url)
-        try:
-            _ = self.sampling  # it checks
-        except ValueError as error:
-            raise ValueError(f"regenerate.{error}") from None
 
     @property
     def sampling(self) -> Sampling:

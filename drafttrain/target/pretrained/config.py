@@ -3,9 +3,10 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from drafttrain.runtime.settings import Settings
+from drafttrain.runtime import limits
+from drafttrain.runtime.settings import Limit, Settings
 from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained.quantize import SCHEMES
 from drafttrain.target.pretrained.size import parse_size
@@ -22,6 +23,10 @@ MERGE = (
 )
 
 
+def _is_even(size: int) -> bool:
+    return size > 0 and size % 2 == 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Settings):
     """Which target: a local directory, else the embedded one, else a Hub repository."""
@@ -31,29 +36,23 @@ class ModelConfig(Settings):
     name: str
     path: str | None
     adapter: str | None
-    repo: str | None
+    repo: Annotated[str, Limit("be like owner/name", REPO.fullmatch)] | None
     revision: str | None
     embedded: bool
-    max_positions: int | None
-    attention: str
-    quantization: str | None
+    max_positions: limits.PositiveInt | None
+    attention: Annotated[str, limits.one_of(*ATTENTION)]
+    quantization: Annotated[str, limits.one_of(*SCHEMES)] | None
     trust_remote_code: bool
     allow_pickle: bool
     inflate: str | None
     shape: dict[str, Any] | None  # read by `plan` alone: weights come with their own config.json
 
     def __post_init__(self) -> None:
-        self.require("attention", self.attention in ATTENTION, f"be one of {', '.join(ATTENTION)}")
-        enough = self.max_positions is None or self.max_positions >= 1
-        self.require("max_positions", enough, "be at least 1", "; null takes the model's own limit")
+        super().__post_init__()
         if self.inflate is not None:
             parse_size(self.inflate)
-        known = self.quantization in (None, *SCHEMES)
-        self.require("quantization", known, f"be null or one of {', '.join(SCHEMES)}")
         plain = self.adapter is None or self.quantization is None
         self.require("adapter", plain, "be null with model.quantization", MERGE)
-        named = self.repo is None or bool(REPO.fullmatch(self.repo))
-        self.require("repo", named, "be like owner/name")
         random = isinstance(self, RandomModelConfig)
         if not (random or self.path or self.repo or self.embedded):
             raise ValueError(
@@ -84,15 +83,16 @@ class ModelConfig(Settings):
 class RandomModelConfig(ModelConfig):
     """A target with random weights of any shape; it uses the embedded tokenizer."""
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rope_theta: float
+    max_positions: limits.PositiveInt  # weights that are drawn have no limit of their own
+    architecture: Annotated[str, limits.one_of(*ARCHITECTURES)]
+    vocab_size: limits.PositiveInt
+    hidden_size: limits.PositiveInt
+    intermediate_size: limits.PositiveInt
+    num_layers: limits.PositiveInt
+    num_attention_heads: limits.PositiveInt
+    num_key_value_heads: limits.PositiveInt
+    head_dim: Annotated[int, Limit("be even (rotary pairs) and above 0", _is_even)]
+    rope_theta: limits.PositiveFloat
     tie_embeddings: bool
     initializer_range: float
     seed: int
@@ -107,16 +107,9 @@ class RandomModelConfig(ModelConfig):
         whole = f"be null for model={self.name}, whose weights are drawn"
         self.require("quantization", self.quantization is None, whole)
         self.require("adapter", self.adapter is None, whole)
-        known = self.architecture in ARCHITECTURES
-        self.require("architecture", known, f"be one of {', '.join(ARCHITECTURES)}")
-        limited = self.max_positions is not None
-        self.require("max_positions", limited, "be a number for a random target")
-        self.require_at_least(1, "vocab_size", "hidden_size", "intermediate_size", "num_layers")
-        self.require_at_least(1, "num_attention_heads", "num_key_value_heads", "head_dim")
         heads = self.num_attention_heads
         divides = f"divide model.num_attention_heads ({heads})"
         self.require("num_key_value_heads", heads % self.num_key_value_heads == 0, divides)
-        self.require("head_dim", self.head_dim % 2 == 0, "be even (rotary pairs)")
 
     @property
     def num_parameters(self) -> int:

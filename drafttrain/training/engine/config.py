@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from drafttrain.runtime import limits
 from drafttrain.runtime.settings import Settings
 
 DTYPE = "hardware.train_dtype"
@@ -130,10 +131,7 @@ class OptimizerConfig(Settings):
 
     name: str
     muon: bool
-    momentum: float
-
-    def __post_init__(self) -> None:
-        self.require("momentum", 0 <= self.momentum < 1, "be in [0, 1)")
+    momentum: limits.FractionBelow1
 
     def check(self, deepspeed: DeepSpeedConfig) -> None:
         """Raise ValueError if the engine cannot run this optimizer."""
