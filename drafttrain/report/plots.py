@@ -240,15 +240,10 @@ def stacked(
     bars: Mapping[str, Mapping[str, float]],
     colours: Mapping[str, str],
     unit: str,
-    limit: float | None = None,
 ) -> Figure:
-    """Return a figure of stacked bars, one per row, of the parts that have colours.
-
-    limit: drawn as a dashed line; a bar that far exceeds it is cut, but its number is true.
-    """
+    """Return a figure of stacked bars, one per row, of the parts that have colours."""
     totals = [sum(parts.values()) for parts in bars.values()]
-    end = max(totals) if limit is None else min(max(limit, *totals), 1.5 * limit)
-    digits = 2 if limit is None else 1
+    end = max(totals)
 
     def draw(axes: "Axes") -> None:
         rows_axis(axes, list(bars), end, unit)
@@ -256,38 +251,17 @@ def stacked(
         left = np.zeros(len(bars))
         for part, colour in colours.items():
             widths = np.array([parts.get(part, 0.0) for parts in bars.values()])
-            widths = np.minimum(widths, np.maximum(end - left, 0.0))
             drawn[part] = axes.barh(range(len(bars)), widths, 0.62, left, color=COLOURS[colour])
-            if limit is None:
-                words = [number(width) if width > 0.1 * end else "" for width in widths]
-                ink = COLOURS["ink" if colour == "rest" else "on-bar"]
-                axes.bar_label(drawn[part], words, label_type="center", fontsize=11, color=ink)
+            words = [number(width) if width > 0.1 * end else "" for width in widths]
+            ink = COLOURS["ink" if colour == "rest" else "on-bar"]
+            axes.bar_label(drawn[part], words, label_type="center", fontsize=11, color=ink)
             left += widths
         for index, total in enumerate(totals):
-            write(axes, left[index], index, number(total, digits), fontweight="bold")
-        if limit is not None:
-            axes.axvline(limit, **DASHED)
+            write(axes, left[index], index, number(total), fontweight="bold")
         legend(axes, drawn)
 
     height = height_of(bars, bars=2) + 22 * ((len(colours) + 1) // 2)
     return Figure(title, caption, height, draw)
-
-
-def memory_figure(ways: Mapping[str, Mapping[str, float]], limit: float) -> Figure:
-    """Return a figure of memory in GiB by component: a bar per way to shard, and the limit."""
-    sizes = {name: max(way[name] for way in ways.values()) for name in next(iter(ways.values()))}
-    largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
-    shown, others = largest[: len(KINDS)], largest[len(KINDS) :]
-    parts = {
-        way: {name: of[name] for name in shown} | {"the rest": sum(of[name] for name in others)}
-        for way, of in ways.items()
-    }
-    colours = dict(zip(shown, KINDS, strict=False)) | ({"the rest": "rest"} if others else {})
-    caption = (
-        "Of one accelerator, for every deepspeed=..., with the target where it was asked for. The "
-        "dashed line is what there is."
-    )
-    return stacked("Memory by component", caption, parts, colours, "GiB", limit)
 
 
 def report_figures(report: Report) -> list[Figure]:
