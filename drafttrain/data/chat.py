@@ -338,6 +338,11 @@ def split_holdout(
     return kept, [sample for place, sample in enumerate(samples) if place in chosen]
 
 
+def with_all_trained(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with every token trained but the first, which nothing predicts."""
+    return [replace(sample, loss_mask=torch.arange(len(sample.tokens)) > 0) for sample in samples]
+
+
 def num_repeated(samples: Sequence[Sample]) -> int:
     """Return how many samples are equal to one before them."""
     return len(samples) - len({_content(sample) for sample in samples})

@@ -56,6 +56,7 @@ class DataConfig(Settings):
     template_date: str
     roles: dict[str, Any]  # more names of speakers, each with the role it stands for
     preview: int
+    train_on: str
     seed: int
 
     def __post_init__(self) -> None:
@@ -63,6 +64,7 @@ class DataConfig(Settings):
         self.require("holdout", self.holdout >= 0, "be at least 0 conversations")
         self.require("seed", self.seed >= 0, "be at least 0")
         self.require("preview", self.preview >= 0, "be at least 0 conversations")
+        self.require("train_on", self.train_on in ("answers", "all"), "be answers or all")
         known = "be chat (the tokenizer's chat template) or none (plain text)"
         require(self.template in ("chat", "none"), "data.template", known, repr(self.template))
         taken = [key for key in self.template_kwargs if key in RESERVED or not key.isidentifier()]

@@ -10,7 +10,7 @@ from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Counters, Sample
 from drafttrain.data.chat import prompt_of
-from drafttrain.decode.loop import speculative_decode
+from drafttrain.decode.loop import speculative_decode_batch
 from drafttrain.decode.rows import context_of
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.signals import StopRequest
@@ -18,6 +18,8 @@ from drafttrain.runtime.terminal import Tell, silently
 from drafttrain.target.model import Target
 from drafttrain.training.engine.engine import Engine
 from drafttrain.training.loop import ERROR, METRIC
+
+TOGETHER = 16  # prompts decoded in one batch
 
 
 class Validation:
@@ -69,22 +71,25 @@ class Validation:
         given_up = False
         with self.target.in_step():
             mine = self.prompts[ranks.rank :: ranks.world_size]
-            for place, (index, prompt) in enumerate(mine):
-                tell(f"validating {place}/{len(mine)}")
+            for first in range(0, len(mine), TOGETHER):
+                tell(f"validating {first}/{len(mine)}")
                 # A scheduler waits half a minute, and a validation may take several.
                 if self.stop.asked:
                     given_up = True
                     break
-                decoded = speculative_decode(
+                names, prompts = zip(*mine[first : first + TOGETHER], strict=True)
+                decoded = speculative_decode_batch(
                     self.target,
                     drafter,
-                    prompt,
+                    prompts,
                     policy=self.depth,
                     sampling=GREEDY,
                     max_new_tokens=self.max_new_tokens,
                     chance=SeededChance(0),
+                    rows=names,
                 )
-                own.append((index, vars(decoded.stats.trimmed)))
+                counted = [vars(each.stats.trimmed) for each in decoded]
+                own += zip(names, counted, strict=True)
         found = ranks.gather_objects((given_up, own))
         if any(rank_given_up for rank_given_up, _ in found):
             return None

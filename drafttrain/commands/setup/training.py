@@ -20,7 +20,13 @@ from drafttrain.commands.setup.target_and_drafter import (
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.data.batches import token_counts
-from drafttrain.data.chat import REPEATED, check_holdout, num_repeated, split_holdout
+from drafttrain.data.chat import (
+    REPEATED,
+    check_holdout,
+    num_repeated,
+    split_holdout,
+    with_all_trained,
+)
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import SkipReport
 from drafttrain.drafters.base import Drafter
@@ -94,6 +100,8 @@ def gather(
     for line in skipped.lines():
         say(line)
     kept, held_out = split_holdout(samples, config.data.holdout, config.data.seed)
+    if config.data.train_on == "all":
+        kept = with_all_trained(kept)
     return Material(store, target, kept, held_out, skipped)
 
 
