@@ -43,7 +43,7 @@ class TrainerConfig(Settings):
     max_grad_norm: float
     log_every: int
     validate_every: Any
-    validation_prompts: int
+    validation_prompts: Any
     validation_tokens: int
     save_every: Any
     keep_checkpoints: int
@@ -51,7 +51,7 @@ class TrainerConfig(Settings):
     def __post_init__(self) -> None:
         at_least_1 = (
             *("max_steps", "tokens_per_step", "log_every", "validate_every", "save_every"),
-            *("validation_prompts", "validation_tokens", "keep_checkpoints"),
+            *("validation_tokens", "keep_checkpoints"),
         )
         unsized = [key for key in SIZES if getattr(self, key) == AUTO]
         for key in set(SIZES) - set(unsized):

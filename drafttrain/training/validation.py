@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY
-from drafttrain.core.types import Counters, Sample
-from drafttrain.data.chat import prompt_of
+from drafttrain.core.types import Counters
 from drafttrain.decode.loop import speculative_decode_batch
 from drafttrain.decode.rows import context_of
 from drafttrain.drafters.base import Drafter
@@ -22,6 +21,14 @@ from drafttrain.training.loop import ERROR, METRIC
 TOGETHER = 16  # prompts decoded in one batch
 
 
+class Prompt(NamedTuple):
+    """A prompt to decode: its index, its tokens, and its task where a file of prompts names one."""
+
+    index: int
+    tokens: list[int]
+    task: str | None = None
+
+
 class Validation:
     """Decodes the first prompt of held-out conversations greedily; every rank takes its share."""
 
@@ -31,9 +38,8 @@ class Validation:
         self,
         target: Target,
         engine: Engine,
-        held_out: Sequence[Sample],
+        prompts: Sequence["Prompt"],
         *,
-        num_prompts: int,
         depth: int,
         max_new_tokens: int,
         draft_dtype: torch.dtype,
@@ -48,8 +54,7 @@ class Validation:
         self.stop = stop
         positions, who = context_of(target.spec, [self.drafter])
         room = positions - max_new_tokens - self.depth
-        prompts = [(sample.index, prompt_of(sample)) for sample in held_out]
-        self.prompts = [(i, prompt) for i, prompt in prompts if len(prompt) <= room][:num_prompts]
+        self.prompts = [prompt for prompt in prompts if len(prompt.tokens) <= room]
         if not self.prompts:
             raise ValueError(
                 "trainer.validation_prompts: none of the held-out conversations has a prompt that "
@@ -57,7 +62,7 @@ class Validation:
                 f"{who}; raise data.holdout or lower trainer.validation_tokens"
             )
         # Acceptance lengths compare only where all of these are the same.
-        self.yardstick = {"depth": self.depth, "prompts": num_prompts, "tokens": max_new_tokens}
+        self.yardstick = {"depth": self.depth, "prompts": len(prompts), "tokens": max_new_tokens}
         self.rows: list[tuple[int, Counters]] = []
 
     @torch.no_grad()
@@ -77,11 +82,12 @@ class Validation:
                 if self.stop.asked:
                     given_up = True
                     break
-                names, prompts = zip(*mine[first : first + TOGETHER], strict=True)
+                batch = mine[first : first + TOGETHER]
+                names = [prompt.index for prompt in batch]
                 decoded = speculative_decode_batch(
                     self.target,
                     drafter,
-                    prompts,
+                    [prompt.tokens for prompt in batch],
                     policy=self.depth,
                     sampling=GREEDY,
                     max_new_tokens=self.max_new_tokens,
@@ -94,7 +100,7 @@ class Validation:
         if any(rank_given_up for rank_given_up, _ in found):
             return None
         rows = {index: Counters(**counted) for _, rank in found for index, counted in rank}
-        self.rows = [(index, rows[index]) for index, _ in self.prompts]
+        self.rows = [(prompt.index, rows[prompt.index]) for prompt in self.prompts]
         total = sum((counters for _, counters in self.rows), Counters())
         accepted = total.num_accepted_tokens_per_position
         positions = [*accepted, *[0] * (self.depth - len(accepted))]
@@ -107,6 +113,13 @@ class Validation:
             metrics[f"{self.metric}{ERROR}"] = math.sqrt(variance) / drafts
         for position, count in enumerate(positions, start=1):
             metrics[f"val/acceptance_position_{position}"] = count / drafts
+        by_task: dict[str, Counters] = {}
+        for prompt in self.prompts:
+            if prompt.task is not None:
+                before = by_task.get(prompt.task, Counters())
+                by_task[prompt.task] = before + rows[prompt.index]
+        for task, counters in by_task.items():
+            metrics[f"{self.metric}/{task}"] = counters.acceptance_length or 1.0
         return metrics
 
     def table(self) -> tuple[list[str], list[list[float]]]:

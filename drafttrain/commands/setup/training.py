@@ -24,10 +24,14 @@ from drafttrain.data.chat import (
     REPEATED,
     check_holdout,
     num_repeated,
+    prompt_of,
+    prompt_tokens,
     split_holdout,
     with_all_trained,
 )
 from drafttrain.data.conversations import SelfgenConfig
+from drafttrain.data.evaluation_prompts import read_prompts
+from drafttrain.data.records import Message
 from drafttrain.data.skips import SkipReport
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.hardware import choose_draft_dtype
@@ -41,7 +45,7 @@ from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.engine.engine import Engine
 from drafttrain.training.teacher_forced import TeacherForced
-from drafttrain.training.validation import Validation
+from drafttrain.training.validation import Prompt, Validation
 
 
 @dataclass(frozen=True)
@@ -147,11 +151,26 @@ def validation_of(
             num_conversations=trainer.validation_prompts,
             micro_batch=config.hardware.micro_batch,
         )
+    target = material.target
+    if isinstance(trainer.validation_prompts, int):
+        held_out = material.held_out[: trainer.validation_prompts]
+        prompts = [Prompt(sample.index, prompt_of(sample)) for sample in held_out]
+    else:
+        read, _ = read_prompts(trainer.validation_prompts, None, config.data.known_roles)
+        prompts = [
+            Prompt(
+                place,
+                prompt_tokens(
+                    [Message("user", each.turns[0])], target.tokenizer, config.data.text_format
+                ),
+                each.task,
+            )
+            for place, each in enumerate(read)
+        ]
     return Validation(
         material.target,
         engine,
-        material.held_out,
-        num_prompts=trainer.validation_prompts,
+        prompts,
         depth=config.eval.depth,
         max_new_tokens=trainer.validation_tokens,
         draft_dtype=choose_draft_dtype(
