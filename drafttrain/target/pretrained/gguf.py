@@ -4,7 +4,9 @@ Everything else (sharding, features, vLLM, exports) reads that directory like an
 Transformers reads the file with the package `gguf`, which the extra drafttrain[gguf] installs.
 """
 
+import contextlib
 import importlib.util
+import io
 import json
 import re
 import shutil
@@ -16,11 +18,12 @@ import psutil
 import torch
 import transformers
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
 from drafttrain.runtime.disk import put_folder, write_whole, writing
 from drafttrain.runtime.lock import alone
 from drafttrain.runtime.terminal import console, working
-from drafttrain.runtime.untrusted_input import read_object, shown
+from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained import files
 from drafttrain.target.pretrained.fit import refuse_misfit
 from drafttrain.target.pretrained.limits import check_sizes, without_weights
@@ -104,7 +107,7 @@ def write_directory(file: Path, folder: Path, origin: str, weights: bool = True)
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 file.parent, **({"local_files_only": True} if beside else source)
             )
-            whole = [tokenizer, _load(file, config, origin) if weights else config]
+            model = _load(file, config, origin) if weights else None
     except Exception as error:  # Transformers and NumPy raise errors of many classes
         raise ValueError(
             f"{origin}: {shown(file.name)} must hold a model and a tokenizer that Transformers "
@@ -112,17 +115,18 @@ def write_directory(file: Path, folder: Path, origin: str, weights: bool = True)
             "download it again if it is damaged, or give a directory of safetensors"
         ) from error
     with writing(folder):
-        for part in whole:
-            part.save_pretrained(folder)
-        settings = read_object(folder / files.CONFIG)
+        tokenizer.save_pretrained(folder)
+        if model is not None:  # tied weights once
+            tensors = {name: weight.data for name, weight in model.named_parameters()}
+            save_file(tensors, folder / files.SAFE, metadata={"format": "pt"})
+        settings = config.to_diff_dict() | {"architectures": [type(empty).__name__]}
+        settings[SOURCE] = file.name
         settings.pop("_model_name_or_path", None)  # a title, which nothing can load
-        write_whole(folder / files.CONFIG, json.dumps(settings | {SOURCE: file.name}, indent=2))
+        write_whole(folder / files.CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
 def _load(file: Path, config: Any, origin: str) -> Any:
-    bar = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
@@ -132,9 +136,6 @@ def _load(file: Path, config: Any, origin: str) -> Any:
             quantization_config=transformers.GgufConfig(dequantize=True),
             output_loading_info=True,
         )
-    finally:
-        if bar:
-            transformers.utils.logging.enable_progress_bar()
     misshapen = [str(key) for key, *_ in report["mismatched_keys"]]
     missing = [str(key) for key in report["missing_keys"]]
     refuse_misfit(origin, misshapen, missing, list(map(str, report["unexpected_keys"])))
@@ -181,5 +182,5 @@ def _starts_as_gguf(file: Path) -> bool:
 
 @cache
 def _digest(file: Path, changed: int) -> str:
-    """Return a hash of a file's content; `changed`, its time of change, is part of the cache key."""
+    """Return a hash of a file's content; `changed`, its time of change, is part of the key."""
     return files.hash_of_weights([file])[:16]
