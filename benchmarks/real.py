@@ -1,7 +1,7 @@
-"""A real chat model, answers of its own, drafters trained on few of them: benchmarks/gpu.sh real.
+"""Drafters of a real chat model, trained on few of its answers: benchmarks/gpu.sh real.
 
-`lines answers` and `lines train` print lines for benchmarks/side_by_side.py; `table` prints what the
-validation of each run measured. The protocol is benchmarks/protocols/real.md.
+`answers` and `train` print lines for benchmarks/side_by_side.py; `table` prints what the validation
+of each run measured. The protocol is benchmarks/protocols/real.md.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 SHARDS = 4  # files of answers, written at the same time
 SMALL, MEDIUM, LARGE = 1_400, 5_600, 22_400  # conversations: about 0.2, 0.8 and 3.2 million tokens
 EAGLE3, EAGLE, MTP = "drafter=eagle3", "drafter=eagle", "drafter=mtp"
-FROM_TARGET, ALL = "drafter.start=target", "data.train_on=all"
+ALL = "data.train_on=all"
 # Name: conversations, and the settings that it changes. The order is that of importance.
 RUNS: dict[str, tuple[int, list[str]]] = {
     "eagle3-small": (SMALL, [EAGLE3]),
@@ -21,14 +21,10 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "eagle3-medium": (MEDIUM, [EAGLE3]),
     "eagle-small": (SMALL, [EAGLE]),
     "eagle-large": (LARGE, [EAGLE, "trainer.epochs=1"]),
-    "eagle3-small-start": (SMALL, [EAGLE3, FROM_TARGET]),
     "eagle3-small-all": (SMALL, [EAGLE3, ALL]),
     "eagle3-small-text": (SMALL, [EAGLE3, ALL, "TEXT", "trainer.epochs=1"]),
-    "eagle-small-start": (SMALL, [EAGLE, FROM_TARGET]),
-    "mtp-small-start": (SMALL, [MTP, FROM_TARGET]),
     "mtp-small": (SMALL, [MTP]),
     "eagle3-small-words": (SMALL, [EAGLE3, "drafter.draft_vocab_coverage=1.0"]),
-    "eagle3-medium-start": (MEDIUM, [EAGLE3, FROM_TARGET]),
     "eagle-medium": (MEDIUM, [EAGLE]),
     "mtp-large": (LARGE, [MTP, "trainer.epochs=1"]),
     "eagle3-medium-once": (MEDIUM, [EAGLE3, "trainer.epochs=1"]),

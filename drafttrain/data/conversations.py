@@ -39,6 +39,7 @@ from drafttrain.runtime.untrusted_input import shown
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}  # given anyway
 GREETING = "conversations begin with the assistant: what it says before the user is left out"
 LEFT_OUT = "files or folders in data.path are not read"
+ANSWERS, ALL = "answers", "all"  # which tokens are trained
 MAX_KWARGS = 10_000  # characters
 
 
@@ -64,7 +65,7 @@ class DataConfig(Settings):
         self.require("holdout", self.holdout >= 0, "be at least 0 conversations")
         self.require("seed", self.seed >= 0, "be at least 0")
         self.require("preview", self.preview >= 0, "be at least 0 conversations")
-        self.require("train_on", self.train_on in ("answers", "all"), "be answers or all")
+        self.require("train_on", self.train_on in (ANSWERS, ALL), f"be {ANSWERS} or {ALL}")
         known = "be chat (the tokenizer's chat template) or none (plain text)"
         require(self.template in ("chat", "none"), "data.template", known, repr(self.template))
         taken = [key for key in self.template_kwargs if key in RESERVED or not key.isidentifier()]

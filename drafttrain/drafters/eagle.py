@@ -110,9 +110,6 @@ class Eagle(LayerDrafter):
         self.layers = nn.ModuleList([BlockLayer(self.shape, normed=False)])
         self.embed_tokens = self.own_embedding()
 
-    def starting(self, num_layers: int) -> tuple[nn.Module, Tensor, int]:
-        return self.layers[0], self.fc.weight[:, -self.spec.hidden_size :], num_layers - 1
-
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Choose the factor of embeddings; a fresh table of its own is as large as features."""
         if self.embed_tokens is None:

@@ -181,17 +181,6 @@ class Eagle3(LayerDrafter):
         self.lm_head = LentLinear(width, spec.vocab_size, bias=False)
         self.embed_tokens = self.own_embedding()
 
-    def starting(self, num_layers: int) -> tuple[nn.Module, Tensor, int]:
-        passed = self.fc.weight[:, -self.spec.hidden_size :]
-        return self.midlayer, passed, min(self.captures[-1], num_layers - 1)
-
-    @torch.no_grad()
-    def initialise(self, model: Any, tokenizer: Any) -> None:
-        super().initialise(model, tokenizer)
-        if self.begins_from_target:  # its layer norms the embedding, too
-            start_with(self.midlayer.hidden_norm, self.midlayer.input_layernorm.weight)
-            self.midlayer.input_layernorm.weight.fill_(1.0)
-
     def reduce(self, vocab: DraftVocab) -> None:
         self.vocab = vocab
         place = {"device": device_of(self), "dtype": self.lm_head.weight.dtype}

@@ -97,9 +97,6 @@ class MTP(LayerDrafter):
         self.layer = MTPLayer(self.shape)
         self.embed_tokens = None
 
-    def starting(self, num_layers: int) -> tuple[nn.Module, Tensor, int]:
-        return self.layer, self.layer.input_proj.weight[:, : self.spec.hidden_size], num_layers - 1
-
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Copy the target's final norm: the head is made for what it gives."""
         start_with(self.layer.final_layernorm, readout.norm)

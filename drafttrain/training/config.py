@@ -43,7 +43,7 @@ class TrainerConfig(Settings):
     max_grad_norm: float
     log_every: int
     validate_every: Any
-    validation_prompts: Any
+    validation_prompts: Any  # a number, or a file of prompts
     validation_tokens: int
     save_every: Any
     keep_checkpoints: int
@@ -61,6 +61,9 @@ class TrainerConfig(Settings):
             self.require(key, right, f"be a {name} or {AUTO}")
         for key in at_least_1:
             self.require(key, key in unsized or getattr(self, key) >= 1, "be at least 1")
+        prompts = self.validation_prompts
+        named = bool(prompts) if isinstance(prompts, str) else type(prompts) is int and prompts >= 1
+        self.require("validation_prompts", named, "be at least 1, or a file of prompts")
         for key in ("lr", "max_grad_norm", "epochs"):
             self.require(key, key in unsized or getattr(self, key) > 0, "be above 0")
         self.require("epochs", self.epochs <= MOST_EPOCHS, f"be at most {MOST_EPOCHS:,}")

@@ -8,12 +8,16 @@ import torch
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY
-from drafttrain.core.types import Counters
+from drafttrain.core.types import Counters, Sample
+from drafttrain.data.chat import prompt_of, prompt_tokens
+from drafttrain.data.evaluation_prompts import read_prompts
+from drafttrain.data.records import Message
+from drafttrain.data.template import Template
 from drafttrain.decode.loop import speculative_decode_batch
 from drafttrain.decode.rows import context_of
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.runtime.terminal import Tell, silently
+from drafttrain.runtime.terminal import Tell, console, silently
 from drafttrain.target.model import Target
 from drafttrain.training.engine.engine import Engine
 from drafttrain.training.loop import ERROR, METRIC
@@ -29,6 +33,22 @@ class Prompt(NamedTuple):
     task: str | None = None
 
 
+def held_out_prompts(held_out: Sequence[Sample]) -> list[Prompt]:
+    """Return the first prompt of each held-out conversation."""
+    return [Prompt(sample.index, prompt_of(sample)) for sample in held_out]
+
+
+def prompts_in(path: str, target: Target, template: Template) -> list[Prompt]:
+    """Return the first turns of a file of prompts, as the target reads them; see read_prompts."""
+    found, skipped = read_prompts(path, None)
+    for line in skipped.lines():
+        console.print(line)
+    return [
+        Prompt(index, prompt_tokens([Message("user", turn)], target.tokenizer, template), task)
+        for index, (turn, task) in enumerate((each.turns[0], each.task) for each in found)
+    ]
+
+
 class Validation:
     """Decodes the first prompt of held-out conversations greedily; every rank takes its share."""
 
@@ -40,6 +60,7 @@ class Validation:
         engine: Engine,
         prompts: Sequence["Prompt"],
         *,
+        most: int,
         depth: int,
         max_new_tokens: int,
         draft_dtype: torch.dtype,
@@ -54,7 +75,7 @@ class Validation:
         self.stop = stop
         positions, who = context_of(target.spec, [self.drafter])
         room = positions - max_new_tokens - self.depth
-        self.prompts = [prompt for prompt in prompts if len(prompt.tokens) <= room]
+        self.prompts = [prompt for prompt in prompts if len(prompt.tokens) <= room][:most]
         if not self.prompts:
             raise ValueError(
                 "trainer.validation_prompts: none of the held-out conversations has a prompt that "
@@ -62,7 +83,7 @@ class Validation:
                 f"{who}; raise data.holdout or lower trainer.validation_tokens"
             )
         # Acceptance lengths compare only where all of these are the same.
-        self.yardstick = {"depth": self.depth, "prompts": len(prompts), "tokens": max_new_tokens}
+        self.yardstick = {"depth": self.depth, "prompts": most, "tokens": max_new_tokens}
         self.rows: list[tuple[int, Counters]] = []
 
     @torch.no_grad()

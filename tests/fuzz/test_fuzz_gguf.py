@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 from fences import FUZZ
@@ -39,6 +38,7 @@ def test_changed_bytes(
     file = folder / "fuzzed.gguf"
     file.write_bytes(changed)
     started = time.monotonic()
+    refused = ""
     try:
         gguf.write_directory(
             file, folder / "out", "model.path=fuzzed.gguf", weights=data.draw(st.booleans())
@@ -46,7 +46,8 @@ def test_changed_bytes(
     except MachineError:
         raise
     except ValueError as error:
-        assert "fuzzed.gguf" in str(error)
+        refused = str(error)
     finally:
         shutil.rmtree(folder)
+    assert not refused or "fuzzed.gguf" in refused
     assert time.monotonic() - started < 60

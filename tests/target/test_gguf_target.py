@@ -1,4 +1,4 @@
-"""A GGUF file as a target: what Transformers makes of it, once, and what is said of damaged ones."""
+"""A GGUF file as a target: what Transformers makes of it, and the errors for damaged ones."""
 
 import importlib.util
 import json

@@ -22,16 +22,12 @@ from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.data.batches import token_counts
 from drafttrain.data.chat import (
     REPEATED,
+    as_trained,
     check_holdout,
     num_repeated,
-    prompt_of,
-    prompt_tokens,
     split_holdout,
-    with_all_trained,
 )
 from drafttrain.data.conversations import SelfgenConfig
-from drafttrain.data.evaluation_prompts import read_prompts
-from drafttrain.data.records import Message
 from drafttrain.data.skips import SkipReport
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.hardware import choose_draft_dtype
@@ -45,7 +41,7 @@ from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.engine.engine import Engine
 from drafttrain.training.teacher_forced import TeacherForced
-from drafttrain.training.validation import Prompt, Validation
+from drafttrain.training.validation import Validation, held_out_prompts, prompts_in
 
 
 @dataclass(frozen=True)
@@ -104,8 +100,8 @@ def gather(
     for line in skipped.lines():
         say(line)
     kept, held_out = split_holdout(samples, config.data.holdout, config.data.seed)
-    if config.data.train_on == "all":
-        kept = with_all_trained(kept)
+    if store is None:  # a store has features of the tokens that it was captured for
+        kept = as_trained(kept, config.data.train_on)
     return Material(store, target, kept, held_out, skipped)
 
 
@@ -144,6 +140,8 @@ def validation_of(
     trainer = config.trainer
     if material.target is None:
         assert material.store is not None
+        counted, need = isinstance(trainer.validation_prompts, int), "be a number of conversations"
+        trainer.require("validation_prompts", counted, f"{need} with features.validate=false")
         return TeacherForced(
             material.store,
             engine,
@@ -151,26 +149,16 @@ def validation_of(
             num_conversations=trainer.validation_prompts,
             micro_batch=config.hardware.micro_batch,
         )
-    target = material.target
-    if isinstance(trainer.validation_prompts, int):
-        held_out = material.held_out[: trainer.validation_prompts]
-        prompts = [Prompt(sample.index, prompt_of(sample)) for sample in held_out]
+    asked, target = trainer.validation_prompts, material.target
+    if isinstance(asked, str):
+        prompts = prompts_in(asked, target, config.data.text_format)
     else:
-        read, _ = read_prompts(trainer.validation_prompts, None, config.data.known_roles)
-        prompts = [
-            Prompt(
-                place,
-                prompt_tokens(
-                    [Message("user", each.turns[0])], target.tokenizer, config.data.text_format
-                ),
-                each.task,
-            )
-            for place, each in enumerate(read)
-        ]
+        prompts = held_out_prompts(material.held_out)
     return Validation(
-        material.target,
+        target,
         engine,
         prompts,
+        most=len(prompts) if isinstance(asked, str) else asked,
         depth=config.eval.depth,
         max_new_tokens=trainer.validation_tokens,
         draft_dtype=choose_draft_dtype(

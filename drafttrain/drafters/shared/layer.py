@@ -48,10 +48,8 @@ class LayerConfig(DrafterConfig):
     attention_output_bias: bool
     qk_norm: bool
     own_embedding: bool
-    start: str
 
     def __post_init__(self) -> None:
-        self.require("start", self.start in ("random", TARGET), "be random or target")
         for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
             self.require_or_target(key, (getattr(self, key) or 0) >= 1, "be at least 1")
         for key in ("rms_norm_eps", "rope_theta"):
@@ -182,7 +180,6 @@ class CachedDrafter(Drafter[LayerState]):
         super().__init__()
         self.config, self.spec = config, spec
         self.shape = config.shape(spec, width)
-        self.begins_from_target = config.start == TARGET
 
     def own_embedding(self) -> nn.Embedding | None:
         """Return a token embedding of the drafter's own, if it is configured to have one."""
@@ -229,46 +226,10 @@ class CachedDrafter(Drafter[LayerState]):
         return keys
 
 
-@torch.no_grad()
-def copy_layer(layer: nn.Module, theirs: nn.Module) -> None:
-    """Copy the weights of a layer of the target, wherever the drafter's has one of that name.
-
-    Where the drafter's reads a wider input, whose last part is the hidden state, they become the
-    columns of that part. ValueError if another shape does not fit.
-    """
-    weights = dict(theirs.named_parameters())
-    for name, own in layer.named_parameters():
-        if (weight := weights.get(name)) is None:
-            continue
-        part = own[:, -weight.shape[1] :] if own.dim() == 2 else own
-        if part.shape != weight.shape:
-            raise ValueError(
-                f"drafter.start must be random for a layer of another shape than the target's: "
-                f"{name} is {tuple(own.shape)}, the target's {tuple(weight.shape)}"
-            )
-        part.copy_(weight)
-
-
 class LayerDrafter(CachedDrafter):
     """A drafter of one decoder layer: it reads features, and deeper its own hidden states."""
 
     branches = True
-
-    def starting(self, num_layers: int) -> tuple[nn.Module, Tensor, int]:
-        """Return the layer, the weight that passes the hidden state to it, and which layer of the
-        target it may start from.
-        """
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def initialise(self, model: Any, tokenizer: Any) -> None:
-        """Start from the target's layer; its input is the hidden state, besides what is learned."""
-        if not self.begins_from_target:
-            return
-        theirs = model.get_decoder().layers
-        layer, passed, number = self.starting(len(theirs))
-        copy_layer(layer, theirs[number])
-        nn.init.eye_(passed)
 
     @abstractmethod
     def read(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
