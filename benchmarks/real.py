@@ -43,6 +43,16 @@ RUNS: dict[str, tuple[int, list[str]]] = {
 }
 
 
+def divide(prompts: Path, folder: Path) -> None:
+    """Write a file of prompts as one for each process that answers them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = prompts.read_text().splitlines(keepends=True)
+    size = -(-len(rows) // SHARDS)
+    for shard in range(SHARDS):
+        part = rows[shard * size : (shard + 1) * size]
+        (folder / f"prompts-{shard}.jsonl").write_text("".join(part))
+
+
 def answers(model: str, folder: Path, tokens: int) -> Iterator[str]:
     base = f"regenerate {model} data=jsonl regenerate.batch_size=768"
     base += f" regenerate.max_new_tokens={tokens} hardware.threads=1"
@@ -55,6 +65,8 @@ def answers(model: str, folder: Path, tokens: int) -> Iterator[str]:
 
 def train(model: str, folder: Path, out: Path, seeds: list[int], names: list[str]) -> Iterator[str]:
     files = [f"{folder}/a{shard}.jsonl" for shard in range(SHARDS)]
+    small = (folder / "a0.jsonl").read_text().splitlines(keepends=True)[:SMALL]
+    (folder / "small.jsonl").write_text("".join(small))
     for seed in seeds:
         for name in names or RUNS:
             limit, settings = RUNS[name]
@@ -102,6 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["answers", "train", "table"])
     parser.add_argument("folder", type=Path, help="of the answers; for `table`, of the runs")
+    parser.add_argument("--prompts", type=Path, help="records to answer, for `answers`")
     parser.add_argument("--model", default="model=smollm2_135m")
     parser.add_argument("--out", type=Path, default=Path("outputs/real"))
     parser.add_argument("--tokens", type=int, default=192)
@@ -110,6 +123,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.what == "table":
         return table(given.folder)
+    if given.what == "answers":
+        divide(given.prompts, given.folder)
     lines = (
         answers(given.model, given.folder, given.tokens)
         if given.what == "answers"
