@@ -12,6 +12,10 @@
 #                                        (default: these), defaults
 #   SEEDS, FAMILIES and TIMED (those of `speeds`) choose; MORE: overrides of every training;
 #   SMALL: the folder of the small target of `defaults`.
+#
+# real, when it is asked for, in 8 minutes: drafters of SmolLM2-135M (benchmarks/protocols/real.md).
+#   GGUF: its file, which may travel in parts (cat part? >FILE); REAL: a folder with prompts.jsonl,
+#   recorded.jsonl and validate.jsonl.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=$(realpath -m "${1:-outputs/gpu}")
@@ -103,6 +107,20 @@ logits() {
     timeout 240 $PYTHON benchmarks/logits.py --out "$OUT/logits" --processes "$processes" \
         >"$log" 2>&1 || tail -n 3 "$log"
     grep -E "^(\||gradients|steps|acceptance)" "$log"
+}
+
+real() {
+    local model="model=smollm2_135m model.path=${GGUF:?must be the file of the model}"
+    local from=${REAL:?must be the folder of prompts} folder=$OUT/real
+    mkdir -p "$folder" && cp "$from"/{recorded,validate}.jsonl "$folder/"
+    export HF_HOME=$OUT/hub
+    # Once, before several processes ask for it.
+    $PYTHON scripts/dequantize.py "$GGUF" "$folder/model" >"$OUT/logs/dequantize.log" 2>&1
+    model="model=smollm2_135m model.path=$folder/model"
+    $PYTHON benchmarks/real.py answers "$folder" --prompts "$from/prompts.jsonl" --model "$model" |
+        side_by_side
+    $PYTHON benchmarks/real.py train "$folder" --out "$OUT/runs" --model "$model" | side_by_side
+    $PYTHON benchmarks/real.py table "$OUT/runs"
 }
 
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || exit 1

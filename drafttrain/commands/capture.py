@@ -27,6 +27,7 @@ from drafttrain.commands.setup.target_and_drafter import (
 from drafttrain.config.compose import load_choice
 from drafttrain.config.groups import safe
 from drafttrain.config.sections import CaptureConfig
+from drafttrain.data.conversations import ANSWERS
 from drafttrain.data.template import template_fingerprint
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.disk import require_writable
@@ -89,6 +90,8 @@ def capture_until(
         check_engine(config, ranks)
     spec = expected_spec(config.model)
     asked = asked_by([shape_of(drafter, spec) for drafter in drafters], config.store)
+    only_answers = config.data.train_on == ANSWERS
+    config.data.require("train_on", only_answers, f"be {ANSWERS} for `capture`")
     ready = read_samples(config.data, config.model, ranks)
     started, longest = time.monotonic(), config.data.max_length
     with ExitStack() as stack:

@@ -13,7 +13,13 @@ import torch
 from drafttrain.core.tokenizer import encoded as tokenise
 from drafttrain.core.tokenizer import text_of, token_ids
 from drafttrain.core.types import Sample, TargetSpec
-from drafttrain.data.conversations import Conversation, Conversations, DataConfig, PlainText
+from drafttrain.data.conversations import (
+    ANSWERS,
+    Conversation,
+    Conversations,
+    DataConfig,
+    PlainText,
+)
 from drafttrain.data.records import Message, Recorded, Unusable
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import (
@@ -336,6 +342,17 @@ def split_holdout(
         chosen.update(sets[_content(samples[drawn[0]])])
     kept = [sample for place, sample in enumerate(samples) if place not in chosen]
     return kept, [sample for place, sample in enumerate(samples) if place in chosen]
+
+
+def as_trained(samples: Sequence[Sample], train_on: str) -> list[Sample]:
+    """Return the samples with the tokens trained that data.train_on names.
+
+    all: every token but the first, which nothing predicts. Held-out samples stay as they are: where
+    their answers begin, their prompts end.
+    """
+    if train_on == ANSWERS:
+        return list(samples)
+    return [replace(sample, loss_mask=torch.arange(len(sample.tokens)) > 0) for sample in samples]
 
 
 def num_repeated(samples: Sequence[Sample]) -> int:

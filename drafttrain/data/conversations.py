@@ -48,6 +48,7 @@ GREETING = "conversations begin with the assistant: what it says before the user
 LEFT_OUT = "files or folders in data.path are not read"
 MAX_KWARGS = 10_000  # characters
 ALL, LAST = "all", "last"  # the answers that `regenerate` writes anew
+ANSWERS = "answers"  # which tokens are trained: these, or ALL
 DATA_SET = Limit(
     "name a data set on the Hub or a local directory",
     bool,
@@ -78,6 +79,7 @@ class DataConfig(Settings):
     template_date: Annotated[str, Limit("be a day such as 2026-01-31", _is_day)]
     roles: dict[str, Any]  # more names of speakers, each with the role it stands for
     preview: limits.NonNegativeInt  # conversations
+    train_on: Annotated[str, limits.one_of(ANSWERS, ALL)]
     seed: limits.NonNegativeInt
 
     def __post_init__(self) -> None:

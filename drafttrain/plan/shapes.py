@@ -16,7 +16,7 @@ from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.files import check_kind
 from drafttrain.target.pretrained.inflate import inflated_width
 from drafttrain.target.pretrained.limits import check_sizes, without_weights
-from drafttrain.target.pretrained.models import EMBEDDED
+from drafttrain.target.pretrained.models import EMBEDDED, local_directory
 from drafttrain.target.pretrained.quantize import WEIGHT_BYTES
 
 KEYS = {  # ours -> config.json's
@@ -127,7 +127,9 @@ def settings_of(config: ModelConfig) -> Any:
     if isinstance(config, RandomModelConfig):
         sizes = {key: value for key, value in vars(config).items() if key in SIZES}
     elif config.path or config.embedded:
-        folder = Path(config.path).expanduser() if config.path else EMBEDDED
+        folder = EMBEDDED
+        if config.path:
+            folder = local_directory(config.path, config.origin, weights=False)
         check_kind(folder, config.origin)
     elif sizes.pop("of", None) == config.repo:
         sizes.pop("gated", None)

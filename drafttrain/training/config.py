@@ -32,6 +32,10 @@ def _is_warm_up(value: object) -> bool:
     return value == AUTO or (type(value) is int and value >= 0)
 
 
+def _are_prompts(value: object) -> bool:
+    return bool(value) if isinstance(value, str) else type(value) is int and value >= 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Settings):
     """How long and how fast to train, and when to log, validate and save.
@@ -56,7 +60,7 @@ class TrainerConfig(Settings):
     max_grad_norm: limits.PositiveFloat
     log_every: limits.PositiveInt
     validate_every: limits.CountOrAuto
-    validation_prompts: limits.PositiveInt
+    validation_prompts: Annotated[Any, Limit("be at least 1, or a file of prompts", _are_prompts)]
     validation_tokens: limits.PositiveInt
     save_every: limits.CountOrAuto
     keep_checkpoints: limits.PositiveInt

@@ -2,22 +2,51 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Counters, Sample
-from drafttrain.data.chat import prompt_of
-from drafttrain.decode.loop import speculative_decode
+from drafttrain.data.chat import prompt_of, prompt_tokens
+from drafttrain.data.evaluation_prompts import read_prompts
+from drafttrain.data.records import Message
+from drafttrain.data.template import Template
+from drafttrain.decode.loop import speculative_decode_batch
 from drafttrain.decode.rows import context_of
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.runtime.terminal import Tell, silently
+from drafttrain.runtime.terminal import Tell, console, silently
 from drafttrain.target.model import Target
 from drafttrain.training.engine.engine import Engine
 from drafttrain.training.loop import ERROR, METRIC
+
+TOGETHER = 16  # prompts decoded in one batch
+
+
+class Prompt(NamedTuple):
+    """A prompt to decode: its index, its tokens, and its task where a file of prompts names one."""
+
+    index: int
+    tokens: list[int]
+    task: str | None = None
+
+
+def held_out_prompts(held_out: Sequence[Sample]) -> list[Prompt]:
+    """Return the first prompt of each held-out conversation."""
+    return [Prompt(sample.index, prompt_of(sample)) for sample in held_out]
+
+
+def prompts_in(path: str, target: Target, template: Template) -> list[Prompt]:
+    """Return the first turns of a file of prompts, as the target reads them; see read_prompts."""
+    found, skipped = read_prompts(path, None)
+    for line in skipped.lines():
+        console.print(line)
+    return [
+        Prompt(index, prompt_tokens([Message("user", turn)], target.tokenizer, template), task)
+        for index, (turn, task) in enumerate((each.turns[0], each.task) for each in found)
+    ]
 
 
 class Validation:
@@ -29,9 +58,9 @@ class Validation:
         self,
         target: Target,
         engine: Engine,
-        held_out: Sequence[Sample],
+        prompts: Sequence["Prompt"],
         *,
-        num_prompts: int,
+        most: int,
         depth: int,
         max_new_tokens: int,
         draft_dtype: torch.dtype,
@@ -46,8 +75,7 @@ class Validation:
         self.stop = stop
         positions, who = context_of(target.spec, [self.drafter])
         room = positions - max_new_tokens - self.depth
-        prompts = [(sample.index, prompt_of(sample)) for sample in held_out]
-        self.prompts = [(i, prompt) for i, prompt in prompts if len(prompt) <= room][:num_prompts]
+        self.prompts = [prompt for prompt in prompts if len(prompt.tokens) <= room][:most]
         if not self.prompts:
             raise ValueError(
                 "trainer.validation_prompts: none of the held-out conversations has a prompt that "
@@ -55,7 +83,7 @@ class Validation:
                 f"{who}; raise data.holdout or lower trainer.validation_tokens"
             )
         # Acceptance lengths compare only where all of these are the same.
-        self.yardstick = {"depth": self.depth, "prompts": num_prompts, "tokens": max_new_tokens}
+        self.yardstick = {"depth": self.depth, "prompts": most, "tokens": max_new_tokens}
         self.rows: list[tuple[int, Counters]] = []
 
     @torch.no_grad()
@@ -69,27 +97,31 @@ class Validation:
         given_up = False
         with self.target.in_step():
             mine = self.prompts[ranks.rank :: ranks.world_size]
-            for place, (index, prompt) in enumerate(mine):
-                tell(f"validating {place}/{len(mine)}")
+            for first in range(0, len(mine), TOGETHER):
+                tell(f"validating {first}/{len(mine)}")
                 # A scheduler waits half a minute, and a validation may take several.
                 if self.stop.asked:
                     given_up = True
                     break
-                decoded = speculative_decode(
+                batch = mine[first : first + TOGETHER]
+                names = [prompt.index for prompt in batch]
+                decoded = speculative_decode_batch(
                     self.target,
                     drafter,
-                    prompt,
+                    [prompt.tokens for prompt in batch],
                     policy=self.depth,
                     sampling=GREEDY,
                     max_new_tokens=self.max_new_tokens,
                     chance=SeededChance(0),
+                    rows=names,
                 )
-                own.append((index, vars(decoded.stats.trimmed)))
+                counted = [vars(each.stats.trimmed) for each in decoded]
+                own += zip(names, counted, strict=True)
         found = ranks.gather_objects((given_up, own))
         if any(rank_given_up for rank_given_up, _ in found):
             return None
         rows = {index: Counters(**counted) for _, rank in found for index, counted in rank}
-        self.rows = [(index, rows[index]) for index, _ in self.prompts]
+        self.rows = [(prompt.index, rows[prompt.index]) for prompt in self.prompts]
         total = sum((counters for _, counters in self.rows), Counters())
         accepted = total.num_accepted_tokens_per_position
         positions = [*accepted, *[0] * (self.depth - len(accepted))]
@@ -102,6 +134,13 @@ class Validation:
             metrics[f"{self.metric}{ERROR}"] = math.sqrt(variance) / drafts
         for position, count in enumerate(positions, start=1):
             metrics[f"val/acceptance_position_{position}"] = count / drafts
+        by_task: dict[str, Counters] = {}
+        for prompt in self.prompts:
+            if prompt.task is not None:
+                before = by_task.get(prompt.task, Counters())
+                by_task[prompt.task] = before + rows[prompt.index]
+        for task, counters in by_task.items():
+            metrics[f"{self.metric}/{task}"] = counters.acceptance_length or 1.0
         return metrics
 
     def table(self) -> tuple[list[str], list[list[float]]]:

@@ -43,7 +43,7 @@ from drafttrain.report.results import BEFORE
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.model import Target
 from drafttrain.training.engine.build import build_engine
-from drafttrain.training.validation import Validation
+from drafttrain.training.validation import Validation, held_out_prompts
 
 PROMPTS = [
     Prompt("sum", "math", "math", ("What is 2 + 2?",)),
@@ -441,9 +441,9 @@ def validation_of(name: str, target: Target, held_out: list[Sample], **changes: 
         weight_decay=0.0,
         max_grad_norm=1.0,
     )
-    values: dict[str, Any] = {"num_prompts": 4, "depth": 3, "max_new_tokens": 16}
+    values: dict[str, Any] = {"most": 4, "depth": 3, "max_new_tokens": 16}
     values |= {"draft_dtype": torch.float32, "stop": StopRequest()}
-    return Validation(target, engine, held_out, **values | changes)
+    return Validation(target, engine, held_out_prompts(held_out), **values | changes)
 
 
 def held_out_samples(count: int = 6, length: int = 20) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""What is no model as Transformers reads it is named: a LoRA adapter, a GGUF file."""
+"""What is no model as Transformers reads it is named: a LoRA adapter, a torn GGUF file."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def test_it_is_named_by_plan_as_by_train(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path, said = tmp_path / "model", "is GGUF ("
+    path, said = tmp_path / "model", "must begin with the header of a GGUF file"
     if kind == "lora":
         lora(path)
         said = "holds an adapter alone, such as LoRA's (adapter_config.json), for ada/base-8b"
@@ -51,7 +51,7 @@ def test_it_is_named_by_plan_as_by_train(
     place = "plan.dir" if command == "plan" else "run.dir"
     assert main([command, f"model.path={path}", f"{place}={tmp_path / 'out'}"]) != 0
     got = capsys.readouterr()
-    assert f"model.path={path} " in got.err + got.out
+    assert f"model.path={path}" in got.err + got.out
     assert said in got.err + got.out
     assert "Errno" not in got.err + got.out
 

@@ -42,7 +42,7 @@ from drafttrain.target.pretrained.models import EMBEDDED, load_model_config
 from drafttrain.target.pretrained.shards import places, skeleton, weight_bytes
 from drafttrain.target.sharded import ShardedTarget, load_sharded, refuse_unless_shardable
 from drafttrain.training.engine.build import build_engine
-from drafttrain.training.validation import Validation
+from drafttrain.training.validation import Validation, held_out_prompts
 
 CAPTURES = (0, 1, 4)
 # The target whose loading is measured: 381 MB, in files of at most 100 MB.
@@ -141,8 +141,8 @@ def validated(target: Target) -> tuple[dict[str, float], list[list[float]]]:
     validation = Validation(
         target,
         engine,
-        held_out,
-        num_prompts=5,
+        held_out_prompts(held_out),
+        most=5,
         depth=3,
         max_new_tokens=17,
         draft_dtype=torch.float32,

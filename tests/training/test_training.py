@@ -33,7 +33,7 @@ from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.build import build_engine
 from drafttrain.training.engine.engine import Engine, NonFiniteError
 from drafttrain.training.loop import ERROR, METRIC, Meter, StepChance, resumed, train
-from drafttrain.training.validation import Validation
+from drafttrain.training.validation import Validation, held_out_prompts
 
 STEPS = 6
 Validate = Callable[[Tell], dict[str, float]]
@@ -137,8 +137,8 @@ def start(
         validate = Validation(
             target,
             engine,
-            held_out,
-            num_prompts=4,
+            held_out_prompts(held_out),
+            most=4,
             depth=2,
             max_new_tokens=8,
             draft_dtype=torch.float32,
@@ -255,14 +255,14 @@ def test_validation_takes_prompts_that_the_drafter_has_room_for(target: Target) 
     lengths = [20, 12, 11, 5]
     ends = [torch.arange(length + 1) >= length for length in lengths]
     held_out = [Sample(torch.arange(len(end)), end, i) for i, end in enumerate(ends)]
-    asked: dict[str, Any] = {"num_prompts": 4, "depth": 2, "max_new_tokens": 8}
+    asked: dict[str, Any] = {"most": 4, "depth": 2, "max_new_tokens": 8}
     asked |= {"draft_dtype": torch.float32, "stop": StopRequest()}
     engine.module.longest = 21
-    validation = Validation(target, engine, held_out, **asked)
-    assert [len(prompt) for _, prompt in validation.prompts] == [11, 5]
+    validation = Validation(target, engine, held_out_prompts(held_out), **asked)
+    assert [len(prompt) for _, prompt, _ in validation.prompts] == [11, 5]
     engine.module.longest = 14
     with pytest.raises(ValueError, match="in the 14 positions of drafter=medusa; raise"):
-        Validation(target, engine, held_out, **asked)
+        Validation(target, engine, held_out_prompts(held_out), **asked)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from drafttrain.commands.setup.target_and_drafter import load_alone, load_sample
 from drafttrain.config.sections import CaptureConfig, TrainConfig
 from drafttrain.core.tokenizer import text_of
 from drafttrain.core.types import Sample
+from drafttrain.data.chat import as_trained
 from drafttrain.data.conversations import DataConfig, ReadConfig, SelfgenConfig
 from drafttrain.data.skips import SkipReport
 from drafttrain.runtime.hardware import choose_device, choose_train_dtype
@@ -38,6 +39,7 @@ def preview(config: TrainConfig | CaptureConfig) -> None:
     for line in skipped.lines():
         console.print(line)
     tokenizer = load_tokenizer(config.model)
+    samples = as_trained(samples, config.data.train_on)
     for sample in samples[:count]:
         console.print(f"conversation {sample.index}: {_share([sample])}")
         console.print(marked_text(sample, tokenizer))

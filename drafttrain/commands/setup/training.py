@@ -20,7 +20,13 @@ from drafttrain.commands.setup.target_and_drafter import (
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.data.batches import token_counts
-from drafttrain.data.chat import REPEATED, check_holdout, num_repeated, split_holdout
+from drafttrain.data.chat import (
+    REPEATED,
+    as_trained,
+    check_holdout,
+    num_repeated,
+    split_holdout,
+)
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import SkipReport
 from drafttrain.drafters.base import Drafter
@@ -35,7 +41,7 @@ from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.engine.engine import Engine
 from drafttrain.training.teacher_forced import TeacherForced
-from drafttrain.training.validation import Validation
+from drafttrain.training.validation import Validation, held_out_prompts, prompts_in
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,8 @@ def gather(
     for line in skipped.lines():
         say(line)
     kept, held_out = split_holdout(samples, config.data.holdout, config.data.seed)
+    if store is None:  # a store has features of the tokens that it was captured for
+        kept = as_trained(kept, config.data.train_on)
     return Material(store, target, kept, held_out, skipped)
 
 
@@ -132,6 +140,8 @@ def validation_of(
     trainer = config.trainer
     if material.target is None:
         assert material.store is not None
+        counted, need = isinstance(trainer.validation_prompts, int), "be a number of conversations"
+        trainer.require("validation_prompts", counted, f"{need} with features.validate=false")
         return TeacherForced(
             material.store,
             engine,
@@ -139,11 +149,16 @@ def validation_of(
             num_conversations=trainer.validation_prompts,
             micro_batch=config.hardware.micro_batch,
         )
+    asked, target = trainer.validation_prompts, material.target
+    if isinstance(asked, str):
+        prompts = prompts_in(asked, target, config.data.text_format)
+    else:
+        prompts = held_out_prompts(material.held_out)
     return Validation(
-        material.target,
+        target,
         engine,
-        material.held_out,
-        num_prompts=trainer.validation_prompts,
+        prompts,
+        most=len(prompts) if isinstance(asked, str) else asked,
         depth=config.eval.depth,
         max_new_tokens=trainer.validation_tokens,
         draft_dtype=choose_draft_dtype(

@@ -79,19 +79,13 @@ def check_kind(folder: Path, origin: str) -> None:
 
     An adapter is refused even beside weights: Transformers would load the model that it names.
     """
-    gguf = [folder] if folder.is_file() else sorted(folder.glob("*.gguf"))
-    whole = folder.is_dir() and (folder / CONFIG).is_file()
-    if gguf and not whole and (gguf[0].suffix == ".gguf" or _begins_as_gguf(gguf[0])):
-        raise ValueError(
-            f"{origin} is GGUF ({shown(gguf[0].name)}), which is not read yet; give the directory "
-            "of safetensors that it was converted from"
-        )
     if not folder.is_dir():
         problem = "which is a file" if folder.exists() else "which does not exist"
         raise ValueError(
-            f"{origin} must be a directory that holds a model, {problem};"
+            f"{origin} must be a directory that holds a model, or a GGUF file, {problem};"
             " give the directory that holds config.json"
         )
+    whole = (folder / CONFIG).is_file()
     if not (folder / ADAPTER).exists():
         return
     base = "another model"
@@ -105,11 +99,6 @@ def check_kind(folder: Path, origin: str) -> None:
         "it; for another model, merge it with PEFT (merge_and_unload, then save_pretrained)"
         f"{remedy}"
     )
-
-
-def _begins_as_gguf(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(4) == b"GGUF"
 
 
 def check_settings(settings: dict[str, Any], origin: str) -> None:
@@ -185,10 +174,11 @@ def fingerprint(
     """
     raw = read_object(folder / CONFIG) if settings is None else settings
     kept = {key: value for key, value in raw.items() if key not in VOLATILE}
-    return f"{digest_of(kept)[:8]}-{_hash_of_weights(files or weight_files(folder))[:23]}"
+    return f"{digest_of(kept)[:8]}-{hash_of_weights(files or weight_files(folder))[:23]}"
 
 
-def _hash_of_weights(files: Sequence[Path]) -> str:
+def hash_of_weights(files: Sequence[Path]) -> str:
+    """Return a hash of what files hold: see `fingerprint`."""
     held = {file: _extents(file) for file in files}
     extents = [extent for each in held.values() for extent in each]
     whole = sum(size for _, _, size in extents) <= HASHED_WHOLE_BYTES

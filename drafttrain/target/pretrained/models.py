@@ -14,7 +14,7 @@ from drafttrain.runtime.disk import digest_of
 from drafttrain.runtime.rank_process import rank
 from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.untrusted_input import read_object, shown
-from drafttrain.target.pretrained import files, hub
+from drafttrain.target.pretrained import files, gguf, hub
 from drafttrain.target.pretrained.adapter import merge, open_adapter
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.fit import refuse_misfit, require_fit
@@ -35,7 +35,7 @@ def find(config: ModelConfig, weights: bool) -> Path | None:
     if isinstance(config, RandomModelConfig):
         return None
     if config.path:
-        folder = Path(config.path).expanduser()
+        folder = local_directory(config.path, config.origin, weights)
     elif config.embedded:
         folder = EMBEDDED
     else:
@@ -50,6 +50,13 @@ def find(config: ModelConfig, weights: bool) -> Path | None:
         )
     files.check(folder, config.origin, weights=weights, allow_pickle=config.allow_pickle)
     return folder
+
+
+def local_directory(path: str, origin: str, weights: bool) -> Path:
+    """Return the directory of a model in Transformers' format; GGUF is dequantised into one."""
+    folder = Path(path).expanduser()
+    file = gguf.file_of(folder, origin)
+    return folder if file is None else gguf.directory_of(file, origin, weights)
 
 
 def load_model_config(config: ModelConfig) -> Any:
@@ -166,12 +173,11 @@ def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
     the dtype they are loaded in (see `files.fingerprint` and `settings_that_count`); for random
     weights it covers what determines them. Inflating a target
     does not change it: a drafter that was trained on the one serves the other. An adapter adds a
-    third hash, of its own.
+    third hash, of its own; the hash of weights that come from GGUF begins with "gguf".
     """
     folder = find(config, weights=True)
     if folder is not None:
-        known = settings_that_count(load_model_config(config))
-        parts = [files.fingerprint(folder, settings=known)]
+        parts = [_fingerprint(folder, load_model_config(config))]
         parts += [open_adapter(config.adapter).fingerprint] if config.adapter is not None else []
         return "-".join(parts)
     assert isinstance(config, RandomModelConfig), "only random targets have no directory"
@@ -184,8 +190,17 @@ def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
 
 def fingerprint_of(folder: Path) -> str:
     """Return the fingerprint of a model's directory whose configuration Transformers knows."""
-    known = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    return files.fingerprint(folder, settings=settings_that_count(known))
+    return _fingerprint(
+        folder, transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    )
+
+
+def _fingerprint(folder: Path, model_config: Any) -> str:
+    whole = files.fingerprint(folder, settings=settings_that_count(model_config))
+    if getattr(model_config, gguf.SOURCE, None) is None:
+        return whole
+    settings, weights = whole.split("-")
+    return f"{settings}-gguf{weights[4:]}"
 
 
 def settings_that_count(model_config: Any) -> dict[str, Any]:
