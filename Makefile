@@ -55,11 +55,11 @@ demo: install ## train a drafter for the embedded target, then measure it (RUN=a
 	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN)
 	@$(BIN)/python scripts/show_demo.py outputs/$(RUN)
 
+# worksteal: an idle worker takes tests from the other, and neighbours, which share fixtures, mostly stay together.
 # CHECK_SHAPES=1, as in CI, also checks shapes and types of every call, which takes half as long again.
 test: install ## the default tests: CPU, offline
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# An idle worker takes tests from the other; tests of one xdist_group stay together.
 slow: install ## the slow tests
 	$(BIN)/python -m pytest -m slow -n auto --dist worksteal --durations=20
 

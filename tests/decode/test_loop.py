@@ -220,7 +220,7 @@ def test_chance_never_chooses_what_has_no_probability() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ((-0.1, 0, 1.0), r"temperature must be in \[0, 10\], got -0.1"),
+        ((-0.1, 0, 1.0), r"temperature must be 0 \(greedy\) or in \[0.0001, 10\], got -0.1"),
         ((1.0, -1, 1.0), r"top_k must be at least 0"),
         ((1.0, 0, 0.0), r"top_p must be in \(0, 1\], got 0.0"),
         ((1.0, 0, 1.5), r"top_p must be in \(0, 1\], got 1.5"),

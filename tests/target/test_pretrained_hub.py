@@ -172,7 +172,7 @@ def test_pickled_weights_are_downloaded_only_when_allowed(
 
 
 def test_a_repository_is_named_owner_slash_name(online: Callable[[str], None]) -> None:
-    with pytest.raises(ValueError, match=r"model.repo must be like owner/name, got a/b/c"):
+    with pytest.raises(ValueError, match=r"model.repo must be like owner/name, or null, got a/b/c"):
         load_model_config(dataclasses.replace(FROM_HUB, repo="a/b/c"))
 
 
