@@ -1,4 +1,4 @@
-"""What is trained and what validates it: data.train_on, and trainer.validation_prompts as a file."""
+"""data.train_on, and a file of prompts as trainer.validation_prompts."""
 
 import json
 from pathlib import Path
