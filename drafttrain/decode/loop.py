@@ -16,7 +16,6 @@ from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Decoded, Proposal, TargetFeatures, Verdict
 from drafttrain.decode.adaptive import Adaptive, Pace
 from drafttrain.decode.autoregressive import emit
-from drafttrain.decode.backlog import Backlog
 from drafttrain.decode.clock import Clock
 from drafttrain.decode.draft import draft, nothing
 from drafttrain.decode.policy import Policy, policy_of
@@ -31,6 +30,7 @@ from drafttrain.decode.verify import (
     verify_greedy,
 )
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.shared.backlog import Backlog
 from drafttrain.target.model import Target
 
 
