@@ -192,6 +192,7 @@ def _evaluation(name: str, report: Report) -> list[str]:
         f"{escaped(depth_shown(report))}, {drawn}, "
         f"batch {report.batch_size}. {escaped(report.verdict)}",
         "\n".join(cells(measured.columns, measured.rows)),
+        *["No engine joins drafters: drafttrain alone decodes so."] * bool(own.summary.by_member),
         escaped(sentence(report.lossless.statement)),
         *(
             f"Certificate: {escaped(checks.caption)}\n\n"

@@ -17,7 +17,8 @@ ENOUGH_PASSES = 5  # of a kind, for a median
 RANGES_PER_DOUBLING = 4  # of the context: within a range it grows by a fifth
 
 Parts = tuple[float, ...]  # seconds of draft, verify, other; of the prefill alone
-Kind = tuple[MethodKey, bool, int, int, int]  # prefill, rows, depth and nodes of the proposals
+# Whether it is the prefill; rows; depth and nodes of the proposals, and who drafted them.
+Kind = tuple[MethodKey, bool, int, int, int, str]
 
 
 class PassTimes:
@@ -79,10 +80,12 @@ def _passes(result: PromptResult) -> Iterable[tuple[Kind, int, Parts]]:
     """Yield the kind, range of contexts and seconds of the prefill, then of each pass."""
     stats, context = result.stats, result.num_prompt_tokens
     rows = stats.passes[0][0] if stats.passes else 1
-    yield (result.key, True, rows, 0, 0), _range(context), (stats.prefill_s,)
+    yield (result.key, True, rows, 0, 0, ""), _range(context), (stats.prefill_s,)
     starts = [start for start, *_ in stats.cycles] or range(1, len(stats.passes) + 1)
+    drafters = iter(stats.drafters)
     for start, (rows, depth, nodes, *seconds) in zip(starts, stats.passes, strict=False):
-        yield (result.key, False, rows, depth, nodes), _range(context + start), tuple(seconds)
+        who = next(drafters, "") if nodes else ""
+        yield (result.key, False, rows, depth, nodes, who), _range(context + start), tuple(seconds)
 
 
 def _range(context: int) -> int:

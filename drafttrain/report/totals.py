@@ -28,6 +28,7 @@ class PromptTotals:
     outputs: tuple[tuple[int, ...], ...]  # by turn
     trimmed: Counters
     untrimmed: Counters
+    by_member: tuple[dict[str, Counters], ...]  # by turn
     block_seconds: dict[int, float]
     num_blocks: int  # that timed it
     num_unstable_turns: int
@@ -135,6 +136,7 @@ def _totals(
         outputs=tuple(result.tokens for result in first),
         trimmed=trimmed,
         untrimmed=sum((result.stats.untrimmed for result in first), Counters()),
+        by_member=tuple(result.stats.by_member for result in first),
         block_seconds=block_seconds,
         num_blocks=len({block for _, block in cells}),
         num_unstable_turns=sum(
