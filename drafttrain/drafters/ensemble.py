@@ -158,11 +158,10 @@ class Ensemble(Drafter[EnsembleState]):
         unread = [
             Backlog(*pair) for pair in sorted(pairs, key=lambda pair: pair[0] is self.lookup_member)
         ]
-        texts = next((each.texts for each in states if isinstance(each, NgramState)), None)
-        rows = [
-            RowState(text, Acceptance(COPIED), Acceptance(TOGETHER))
-            for text in texts or [None] * len(first_tokens)
-        ]
+        texts: Sequence[Text | None] = [None] * len(first_tokens)
+        for own in states:
+            texts = own.texts if isinstance(own, NgramState) else texts
+        rows = [RowState(text, Acceptance(COPIED), Acceptance(TOGETHER)) for text in texts]
         return EnsembleState(readout, states, unread, rows)
 
     def observe(

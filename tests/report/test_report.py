@@ -994,8 +994,8 @@ def test_a_report_keeps_the_members_of_an_ensemble_apart():
     assert report["tasks"]["math"]["by_member"] == report["summary"]["by_member"]
     assert report["methods"]["ngram"]["summary"]["by_member"] == {}
     terminal = "\n".join(summary_of(read(report)).notes)
-    assert "eagle3: in 8 drafts, 5 of 16 tokens accepted (31%)." in terminal
-    assert "ngram: in 2 drafts, 4 of 4 tokens accepted (100%)." in terminal
+    assert "eagle3: in 8 drafts, 5 of 16 tokens accepted (31 %)." in terminal
+    assert "ngram: in 2 drafts, 4 of 4 tokens accepted (100 %)." in terminal
     for page in (markdown(report), html(report)):
         assert "ensemble: by member" in page
         assert "all, ngram" in page
