@@ -113,7 +113,8 @@ drafter.path=DIR (or owner/name of the Hub) measures what others trained: in the
 speculators, SafeAILab and FasterDecoding, and any causal model of Transformers. It names what it
 recognised, and everything that does not fit, before decoding. drafter=ngram is prompt lookup;
 drafter=two_model drafter.path=DIR is any smaller model, of the same vocabulary or by token
-intersection. drafter=ensemble 'drafter.members=[outputs/a,ngram]' lets several draft one tree.
+intersection. run.dir=DIR drafter=ensemble joins a run's drafter with prompt lookup, which drafts
+alone where it is enough; 'drafter.members=[outputs/a,outputs/b]' lets others draft one tree.
 
 The report has a verdict for each task with the speedup, money at eval.price_per_hour and the extra
 memory; acceptance length and acceptance per position; tokens per second with and without the

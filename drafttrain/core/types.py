@@ -5,7 +5,7 @@ vocabulary), draft_vocab (the drafter's), node (one drafted token of a proposal)
 tokens along one path).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
@@ -191,6 +191,9 @@ def weighted_sum(losses: Losses) -> Float[Tensor, ""]:
     return torch.stack([term.weight * term.sum for term in losses.values()]).sum()
 
 
+Members = Sequence[Mapping[tuple[int, ...], str]]  # by row, see `Proposal`
+
+
 @dataclass(frozen=True)
 class Proposal:
     """A drafter's proposal for verification: drafted tokens after the last committed one.
@@ -201,7 +204,8 @@ class Proposal:
     the precision of the draw): the first child of its node, and the others with or without
     replacement. `sources[k]` is the j of the children of place k (0: the last token; k: node
     k - 1); None: k itself, as in a chain. draft_probs None: all tokens were chosen
-    deterministically, and the children of a node differ.
+    deterministically, and the children of a node differ. `members[row]` names the member of
+    an ensemble that drafted a node, which is given by the tokens on the path to it.
     """
 
     tokens: Int[Tensor, "batch node"]
@@ -210,6 +214,7 @@ class Proposal:
     tree: Tree | None = None
     sources: Int[Tensor, " place"] | None = None
     replacement: bool = False
+    members: Members | None = None
 
     @property
     def branches(self) -> Branches | None:
@@ -320,6 +325,9 @@ class DecodeStats:
     # Each pass after the prefill: the rows in it, the depth and the nodes of their proposals, and
     # this row's share of its seconds: draft, verify, other.
     passes: list[tuple[int, int, int, float, float, float]] = field(default_factory=list)
+    # Of an ensemble: each member's part of `trimmed`, and who drafted in each cycle with a draft.
+    by_member: dict[str, Counters] = field(default_factory=dict)
+    drafters: list[str] = field(default_factory=list)
 
     @property
     def total_s(self) -> float:

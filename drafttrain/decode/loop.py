@@ -13,10 +13,9 @@ from drafttrain.core.ops.ragged_cache import RaggedCache, padded_rows
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.transfer import send_numbers
-from drafttrain.core.types import Decoded, Proposal, TargetFeatures, Verdict
+from drafttrain.core.types import Counters, Decoded, Members, Proposal, TargetFeatures, Verdict
 from drafttrain.decode.adaptive import Adaptive, Pace
 from drafttrain.decode.autoregressive import emit
-from drafttrain.decode.backlog import Backlog
 from drafttrain.decode.clock import Clock
 from drafttrain.decode.draft import draft, nothing
 from drafttrain.decode.policy import Policy, policy_of
@@ -31,6 +30,7 @@ from drafttrain.decode.verify import (
     verify_greedy,
 )
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.shared.backlog import Backlog
 from drafttrain.target.model import Target
 
 
@@ -178,6 +178,8 @@ def speculative_passes(
         num_kept, kept = batch.commit(new, stops)
         for place, (row, nodes) in enumerate(zip(active, proposal.num_nodes.tolist(), strict=True)):
             _count(row, proposal, place, nodes, accepted[place], num_kept[place])
+        if proposal.members is not None and proposal.tokens.shape[1]:
+            _count_members(active, proposal.members, new, num_kept)
         t_observe = clock.now()
         if kept:
             features, committed = features.slice(0, longest), committed[:, :longest]
@@ -259,3 +261,18 @@ def _count(
             drafted = int((own <= num_kept).sum())
     stats.trimmed.add(drafted, accepted, depth, cut)
     stats.cycles.append((len(row.output) - num_kept, drafted, accepted))
+
+
+def _count_members(
+    rows: Sequence[Row], members: Members, new: Sequence[Sequence[int]], num_kept: Sequence[int]
+) -> None:
+    """Count the drafts of a cycle for each member of an ensemble that has a token in them."""
+    drafters = " + ".join(sorted({name for row in members for name in row.values()}))
+    for row, nodes, (*accepted, _), kept in zip(rows, members, new, num_kept, strict=True):
+        row.stats.drafters.append(drafters)
+        if kept <= len(accepted):  # what the output cuts off is not counted
+            nodes = {node: name for node, name in nodes.items() if len(node) <= kept}
+        path = [nodes[tuple(accepted[:end])] for end in range(1, min(len(accepted), kept) + 1)]
+        for name in dict.fromkeys(nodes.values()):
+            counters = row.stats.by_member.setdefault(name, Counters())
+            counters.add([*nodes.values()].count(name), path.count(name))

@@ -366,8 +366,8 @@ class JoinedConfig(DrafterConfig):
     def build(self, spec: TargetSpec) -> Drafter:
         """Raise ValueError: its members must be loaded; see `join`."""
         raise ValueError(
-            f"drafter={self.name} has no weights of its own: it can be evaluated and tuned, and "
-            "everything else is done with its members"
+            f"drafter={self.name} has no weights of its own, and no engine drafts so: it is for "
+            "evaluate, tune, generate and chat; everything else is done with its members"
         )
 
     def join(self, spec: TargetSpec, members: Sequence[Drafter]) -> Drafter:

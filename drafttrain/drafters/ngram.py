@@ -1,7 +1,8 @@
 """Prompt lookup: copy what followed the same n-gram before (Saxena, 2023); needs no training."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import ClassVar
 
 from torch import Tensor
@@ -89,21 +90,29 @@ class Ngram(Drafter[NgramState]):
         """Return what followed each row's longest matching suffix; no node if nothing matches."""
         trees = []
         for text in state.texts:
-            paths = self._continuations(text, depth, width)
-            nodes = [tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)]
+            found = (tuple(text.tokens[end : end + depth]) for end in self._ends(text, width))
+            paths = [*dict.fromkeys(found)][:width]
+            nodes = [path[:end] for path in paths for end in range(1, len(path) + 1)]
             trees.append(merged([nodes], width, num_nodes or depth))
         return proposal_of(trees, depth, width, state.readout.embedding.device)
 
-    def _continuations(self, text: Text, depth: int, most: int) -> list[list[int]]:
-        """Return up to `most` texts that followed a suffix: longest suffix first, then latest."""
-        found: list[list[int]] = []
+    def match(self, text: Text, depth: int, longest: int) -> tuple[list[int], int]:
+        """Return `depth` tokens that followed the match before, and the match's length.
+
+        The length counts beyond drafter.max_ngram, up to `longest`. Where the text ends before the
+        copy does, it goes on from its own beginning, as a text that repeats itself does. Nothing,
+        and 0, without a match.
+        """
+        tokens = text.tokens
+        for end in self._ends(text, 1):
+            length = 1
+            while length < min(end, longest) and tokens[end - 1 - length] == tokens[-1 - length]:
+                length += 1
+            return list(islice(cycle(tokens[end : end + depth]), depth)), length
+        return [], 0
+
+    def _ends(self, text: Text, most: int) -> Iterator[int]:
+        """Yield where suffixes ended before: the longest first, `most` of each, latest first."""
         longest = min(self.config.max_ngram, len(text.tokens) - 1)
         for size in range(longest, self.config.min_ngram - 1, -1):
-            ends = text.ends.get(tuple(text.tokens[-size:]), [])
-            for end in ends[: -1 - most : -1]:
-                path = text.tokens[end : end + depth]
-                if path not in found:
-                    found.append(path)
-                if len(found) == most:
-                    return found
-        return found
+            yield from text.ends.get(tuple(text.tokens[-size:]), [])[: -1 - most : -1]

@@ -278,7 +278,8 @@ def extra_memory(target: Target, drafter: Drafter) -> ExtraMemory:
     Weights that it shares with the target are not counted, nor is memory that it needs only while
     drafting. The cache is measured after reading a few tokens.
     """
-    tokens = torch.zeros(1, PROBE_TOKENS + 1, dtype=torch.long, device=target.device)
+    # All different, so that members of an ensemble read them: nothing can be copied.
+    tokens = torch.arange(PROBE_TOKENS + 1, device=target.device)[None] % target.spec.vocab_size
     cache = target.begin()
     _, features = target.step(cache, tokens[:, :PROBE_TOKENS], drafter.captures)
     state = drafter.begin(target.readout, tokens[:, 0], PROBE_TOKENS + 1)

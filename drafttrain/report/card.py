@@ -188,6 +188,7 @@ def _evaluation(name: str, report: Report) -> list[str]:
     return [
         f"Evaluation **{escaped(name)}** of {escaped(drafter)}. {escaped(report.verdict)}",
         *table_parts(measured),
+        *["No engine joins drafters: drafttrain alone decodes so."] * bool(own.summary.by_member),
         f"{escaped(conditions_line(report))}. {escaped(sentence(report.lossless.statement))}",
         *(part for each in checks for part in ("Certificate:", *table_parts(each))),
         *(f"Read with care ({escaped(flag.row)}): {escaped(flag.text)}." for flag in report.flags),

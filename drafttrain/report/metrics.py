@@ -19,6 +19,7 @@ from drafttrain.report.results import (
     Estimate,
     Interval,
     Measurement,
+    MemberRow,
     MethodRow,
     Outside,
     OutsideCounts,
@@ -348,7 +349,24 @@ def method_row(
             mean_acceptance_length=untrimmed.acceptance_length,  # none of them is cut
         ),
         break_even_length=needed,
+        by_member=_by_member(prompts),
     )
+
+
+def _by_member(prompts: Sequence[PromptTotals]) -> dict[str, MemberRow]:
+    """Return what each member of an ensemble drafted."""
+    parts: dict[str, Counters] = {}
+    for name, part in (each for p in prompts for turn in p.by_member for each in turn.items()):
+        parts[name] = parts.get(name, Counters()) + part
+    return {
+        name: MemberRow(
+            part.num_drafts,
+            part.num_draft_tokens,
+            part.num_accepted_tokens,
+            ratio(part.num_accepted_tokens, part.num_draft_tokens),
+        )
+        for name, part in sorted(parts.items())
+    }
 
 
 def _sizes(prompts: Sequence[PromptTotals]) -> dict[str, int]:

@@ -217,6 +217,16 @@ class Untrimmed:
 
 
 @dataclass(frozen=True)
+class MemberRow:
+    """The part of the drafts that one member of an ensemble drafted."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_rate: float | None
+
+
+@dataclass(frozen=True)
 class Sizes:
     """How much was measured."""
 
@@ -258,6 +268,7 @@ class MethodRow(Sizes):
     outputs_differing: Differing
     untrimmed: Untrimmed
     break_even_length: float | None = None
+    by_member: dict[str, MemberRow] = field(default_factory=dict)  # empty but for an ensemble
 
 
 @dataclass(frozen=True)

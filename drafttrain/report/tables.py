@@ -98,13 +98,16 @@ BRIEF: list[Column[MethodRow]] = [
     ("tok/s with", SPEED[1]),
     SPEEDUP,
 ]
-COUNTS: list[Column[MethodRow]] = [
-    ("prompts", lambda row: count(row.num_prompts)),
-    ("tokens", lambda row: count(row.num_output_tokens)),
+DRAFTED: list[Column[Any]] = [
     ("drafts", lambda row: count(row.num_drafts)),
     ("drafted", lambda row: count(row.num_draft_tokens)),
     ("accepted", lambda row: count(row.num_accepted_tokens)),
     ("acceptance rate", lambda row: number(row.acceptance_rate)),
+]
+COUNTS: list[Column[MethodRow]] = [
+    ("prompts", lambda row: count(row.num_prompts)),
+    ("tokens", lambda row: count(row.num_output_tokens)),
+    *DRAFTED,
     ("draft ms", lambda row: number(row.time_ms.draft)),
     ("verify ms", lambda row: number(row.time_ms.verify)),
     ("other ms", lambda row: number(row.time_ms.other)),
@@ -170,6 +173,11 @@ def summary_table(report: Report) -> Table:
     lines = {f"all, {drafter}": own.summary, **own.tasks}
     lines |= {f"all, {method}": rows.summary for method, rows in others}
     notes = [report.verdict, *grouped(report.verdicts), *bill(report.verdicts["all"])]
+    notes += [
+        f"{name}: in {things(part.num_drafts, 'draft')}, {count(part.num_accepted_tokens)} of "
+        f"{count(part.num_draft_tokens)} tokens accepted ({percent(part.acceptance_rate)})."
+        for name, part in own.summary.by_member.items()
+    ]
     notes += [report.beats_ngram.statement, sentence(report.lossless.statement)]
     notes += [f"Flag: {flag.row}: {flag.text}." for flag in report.flags]
     title = f"{drafter} on {report.target}, {depth_shown(report)}"
@@ -233,8 +241,17 @@ def measured_tables(report: Report) -> list[Table]:
         found.append(table(title, caption, "task", MEASURED, lines))
         title = f"{method}: outside repetition, and beside prompt lookup"
         found.append(table(title, outside, "task", OUTSIDE, lines))
-    own_rows = report.drafting[report.drafter].by_name.items()
-    found.append(table(f"{report.drafter}: counters and times", "", "task", COUNTS, own_rows))
+    own_rows = report.drafting[report.drafter].by_name
+    found.append(
+        table(f"{report.drafter}: counters and times", "", "task", COUNTS, own_rows.items())
+    )
+    parts = [
+        (f"{task}, {name}", part)
+        for task, row in own_rows.items()
+        for name, part in row.by_member.items()
+    ]
+    if parts:
+        found.append(table(f"{report.drafter}: by member", "", "task, member", DRAFTED, parts))
     return found
 
 

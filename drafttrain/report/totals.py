@@ -16,7 +16,8 @@ RANGES_PER_DOUBLING = 4  # of the context: within a range it grows by a fifth
 
 Key = tuple[str, str]  # task, prompt_id: the unit of the bootstrap
 Parts = tuple[float, ...]  # seconds of draft, verify, other; of the prefill alone
-Kind = tuple[MethodKey, bool, int, int, int]  # prefill, rows, depth and nodes of the proposals
+# Whether it is the prefill; rows; depth and nodes of the proposals, and who drafted them.
+Kind = tuple[MethodKey, bool, int, int, int, str]
 
 
 class PassTimes:
@@ -82,10 +83,12 @@ def _passes(result: PromptResult) -> Iterable[tuple[Kind, int, Parts]]:
     """Yield the kind, range of contexts and seconds of the prefill, then of each pass."""
     stats, context = result.stats, result.num_prompt_tokens
     rows = stats.passes[0][0] if stats.passes else 1
-    yield (result.key, True, rows, 0, 0), _range(context), (stats.prefill_s,)
+    yield (result.key, True, rows, 0, 0, ""), _range(context), (stats.prefill_s,)
     starts = [start for start, *_ in stats.cycles] or range(1, len(stats.passes) + 1)
+    drafters = iter(stats.drafters)
     for start, (rows, depth, nodes, *seconds) in zip(starts, stats.passes, strict=False):
-        yield (result.key, False, rows, depth, nodes), _range(context + start), tuple(seconds)
+        who = next(drafters, "") if nodes else ""
+        yield (result.key, False, rows, depth, nodes, who), _range(context + start), tuple(seconds)
 
 
 def _range(context: int) -> int:
@@ -105,6 +108,7 @@ class PromptTotals:
     outputs: tuple[tuple[int, ...], ...]  # by turn
     trimmed: Counters
     untrimmed: Counters
+    by_member: tuple[dict[str, Counters], ...]  # by turn
     block_seconds: dict[int, float]
     num_blocks: int  # that timed it
     num_unstable_turns: int
@@ -212,6 +216,7 @@ def _totals(
         outputs=tuple(result.tokens for result in first),
         trimmed=trimmed,
         untrimmed=sum((result.stats.untrimmed for result in first), Counters()),
+        by_member=tuple(result.stats.by_member for result in first),
         block_seconds=block_seconds,
         num_blocks=len({block for _, block in cells}),
         num_unstable_turns=sum(

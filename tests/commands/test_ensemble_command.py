@@ -187,3 +187,36 @@ def test_a_member_that_was_trained_on_another_target_is_refused(
     assert main(told) == 2
     said = "drafter.members must be trained on other, got "
     assert_refused(capsys, said, tmp_path / "new")
+
+
+def test_a_run_is_joined_with_prompt_lookup_by_one_override(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(place / "two", run)
+    prompts = tmp_path / "prompts.jsonl"
+    text = "one two three four five six. " * 3
+    lines = [{"id": str(n), "task": "copy", "turns": [f"{text}{n}"]} for n in range(2)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = [f"run.dir={run}", "drafter=ensemble"]
+    short = [f"eval.prompts={prompts}", "eval.max_new_tokens=24", "eval.resamples=100"]
+    assert main(["evaluate", *told, *short, "eval.blocks=1"]) == 0
+    report = report_of(run, "ensemble")
+    assert report["lossless"]["greedy_identical"] == report["lossless"]["greedy_total"] == 2
+    row = report["summary"]
+    for name in ("num_draft_tokens", "num_accepted_tokens"):
+        assert row[name] == sum(part[name] for part in row["by_member"].values())
+    assert {"eagle3", "ngram"} < report["methods"].keys(), "each member is measured alone"
+    said = " ".join(capsys.readouterr().out.split())
+    for name, part in row["by_member"].items():
+        assert f"{name}: in {part['num_drafts']} draft" in said
+    asked = ["chat.prompt=One two three.", "chat.max_new_tokens=12"]
+    answers = []
+    for drafter in (told, [told[0]]):
+        assert main(["generate", *drafter, *asked]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert main(["export", *told, f"export.dir={tmp_path / 'out'}"]) in (1, 2)
+    assert "has no weights of its own, and no engine drafts so" in capsys.readouterr().err
+    assert main(["export", told[0], "export=vllm", f"export.dir={tmp_path / 'out'}"]) == 0
+    assert "No engine joins drafters" in (tmp_path / "out" / "README.md").read_text()

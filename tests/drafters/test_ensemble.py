@@ -10,16 +10,26 @@ from typing import Any
 import pytest
 import torch
 from builders import drafter_config
-from test_drafters import MEMBERS, PROMPTS, build, random_drafter
+from test_drafters import MEMBERS, PROMPTS, as_batch, build, random_drafter
 from torch import Tensor
 
 from drafttrain.core.chance import SeededChance
-from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Proposal, TargetFeatures
 from drafttrain.decode.draft import draft
 from drafttrain.decode.loop import Cycle, speculative_decode_batch
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
+from drafttrain.drafters import ensemble
 from drafttrain.drafters.base import Drafter, DraftState, JoinedConfig
+from drafttrain.drafters.ensemble import (
+    COPIED,
+    PRIOR_TESTS,
+    TOGETHER,
+    Acceptance,
+    Ensemble,
+    EnsembleState,
+)
+from drafttrain.drafters.ngram import Ngram, NgramState
 from drafttrain.drafters.shared import merge
 from drafttrain.drafters.shared.merge import merged, nodes_of
 from drafttrain.target.model import Target
@@ -59,12 +69,10 @@ def test_a_temperature_says_how_sure_a_drafter_is_held_to_be(
 
 
 def tree(opinions: Sequence[Sequence[Node]], width: int, most: int) -> list[Node]:
-    """The kept nodes, in order, as paths."""
-    tokens, parents = merged(opinions, width, most)
-    nodes: list[Node] = []
-    for token, parent in zip(tokens, parents, strict=True):
-        assert parent < len(nodes), "a node's parent comes first"
-        nodes.append((*(nodes[parent] if parent >= 0 else ()), token))
+    """The kept nodes, in order."""
+    nodes = merged(opinions, width, most)
+    for place, node in enumerate(nodes):
+        assert node[:-1] in [(), *nodes[:place]], "a node's parent comes first"
     return nodes
 
 
@@ -145,7 +153,10 @@ def test_each_member_reads_the_layers_that_it_asked_for(target: Target) -> None:
         read.append(tuple(features.captured))
 
     first.observe = second.observe = noted
-    state_after(drafter, target, [1, 3, 6], 3)
+    state = state_after(drafter, target, [1, 3, 6], 3)
+    assert isinstance(state, EnsembleState)
+    for unread in state.unread:
+        unread.read()
     assert read == [(0, 2), (1, 2)]
 
 
@@ -171,7 +182,9 @@ def test_trees_of_rows_differ_and_keep_the_policys_limits(policy: Policy, target
     for cycle in cycles:
         assert cycle.proposal.draft_probs is None, "nodes are chosen, never drawn"
         for nodes in nodes_of(cycle.proposal):
-            assert 0 < len(nodes) <= policy.num_nodes
+            if not nodes:
+                continue  # a plain step
+            assert len(nodes) <= policy.num_nodes
             assert max(map(len, nodes)) <= policy.depth
             children = Counter(node[:-1] for node in nodes)
             assert len({*nodes}) == len(nodes)
@@ -244,3 +257,162 @@ def test_members_keep_a_dtype_of_their_own(target: Target) -> None:
 def test_what_cannot_be_an_ensemble_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=rf"^drafter\.{said}"):
         drafter_config("ensemble", **{"members": ["a", "b"]} | changes)
+
+
+# --- prompt lookup beside the others ---
+
+
+def test_a_match_is_counted_beyond_its_ngram_and_a_loop_goes_on(target: Target) -> None:
+    lookup = build("ngram", target.spec)
+    assert isinstance(lookup, Ngram)
+
+    def found(tokens: list[int], depth: int = 5, longest: int = 9) -> tuple[list[int], int]:
+        state = state_after(lookup, target, tokens, len(tokens))
+        assert isinstance(state, NgramState)
+        return lookup.match(state.texts[0], depth, longest)
+
+    assert found([1, 2, 3, 4]) == ([], 0)
+    assert found([1, 2, 3, 4, 1]) == ([2, 3, 4, 1, 2], 1)
+    loop = [1, 2, 3, 1, 2, 3, 1]
+    assert found(loop) == ([2, 3, 1, 2, 3], 4)
+    assert found(loop, depth=2, longest=2) == ([2, 3], 2)
+    assert found([7, 8, 5, 7, 9, 5]) == ([7, 9, 5, 7, 9], 1)
+
+
+def test_acceptance_is_learned_by_class_and_what_it_yields_adds_up() -> None:
+    known = Acceptance([0.5, 0.25])
+    assert known.yields(0, 3) == [1, 1.5, 1.625, 1.65625]  # deeper tokens are of the last class
+    assert known.yields(1, 0) == [1]
+    known.learn(0, num_accepted=1, num_tested=2)
+    tests = 0.99 * PRIOR_TESTS + 1
+    expected = [0.5 + 0.5 / tests, 0.25 - 0.25 / tests]
+    assert known.rates == pytest.approx(expected)
+    known.learn(5, 1, 1)
+    assert known.rates == pytest.approx(
+        [expected[0], expected[1] + (1 - expected[1]) / (0.99 * tests + 1)]
+    )
+
+
+REPEATED = [1, 20, 33, 41, 60, 52, 20, 33, 41]  # the last three stood there before
+
+
+def with_lookup(target: Target, *names: str) -> Ensemble:
+    drafter = random_drafter("ensemble", target, members=[*names, "ngram"])
+    assert isinstance(drafter, Ensemble)
+    return drafter
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2, 6)], ids=["chain", "tree"])
+@torch.inference_mode()
+def test_who_drafts_is_learned_from_what_was_accepted(
+    shape: tuple[int, ...], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = with_lookup(target, "medusa")
+
+    def drafted(alone: float, together: float, cycles: int = 1) -> list[dict[Node, str]]:
+        state = state_after(drafter, target, REPEATED, len(REPEATED))
+        assert isinstance(state, EnsembleState)
+        (row,), members = state.rows, []
+        row.alone, row.together = Acceptance([alone]), Acceptance([together])
+        row.waited = 0
+        for _ in range(cycles):
+            proposal = drafter.propose(state, *shape)
+            assert proposal.members is not None
+            assert [*proposal.members[0]] == nodes_of(proposal)[0]
+            members.append(dict(proposal.members[0]))
+        return members
+
+    path = [(60,), (60, 52), (60, 52, 20)]
+    assert drafted(alone=0.9, together=0.1) == [dict.fromkeys(path, "ngram")]
+    assert drafted(alone=0.05, together=0.05) == [{}], "a plain step, where neither pays"
+    (both,) = drafted(alone=0.1, together=0.9)
+    assert set(both.values()) == ({"medusa", "ngram"} if shape[1:] else {"medusa"})
+    # They are tried again now and then, as nobody can know what they would have been worth.
+    monkeypatch.setattr(ensemble, "PATIENCE", 2)
+    *plain, tried = drafted(alone=0.05, together=0.05, cycles=3)
+    assert plain == [{}, {}]
+    assert "medusa" in tried.values()
+
+
+@torch.inference_mode()
+def test_a_row_learns_from_its_own_text_whoever_drafted(target: Target) -> None:
+    drafter = with_lookup(target, "medusa")
+    texts = torch.tensor([REPEATED, REPEATED])
+    features = target.features(as_batch(REPEATED, REPEATED), drafter.captures)
+    state = drafter.begin(target.readout, texts[:, 0], 40)
+    following = torch.cat([texts[:, 1:], torch.tensor([[60], [99]])], dim=1)
+    drafter.observe(state, following[:, :-1], [8, 8], features.slice(0, 8))
+    for row in state.rows:
+        row.together = Acceptance([0.0])  # so that prompt lookup drafts alone
+    drafter.propose(state, 2)
+    before = Acceptance(COPIED).rates
+    assert [row.alone.rates for row in state.rows] == [before, before]
+    drafter.observe(state, following[:, -1:], [1, 1], features.slice(8, 9))
+    right, wrong = (row.alone.rates for row in state.rows)
+    assert right[2] > before[2] > wrong[2], "the match had three tokens"
+    assert right[:2] == wrong[:2] == before[:2]
+    assert right[3:] == wrong[3:] == before[3:]
+    for row in state.rows:
+        row.alone, row.together = Acceptance([0.0]), Acceptance(TOGETHER)
+    drafter.propose(state, 2)
+    assert [row.depth for row in state.rows] == [2, 2]
+    drafter.observe(state, torch.tensor([[5, 6, 7], [5, 0, 0]]), [3, 1], features.slice(0, 3))
+    right, wrong = (row.together.rates for row in state.rows)
+    assert right[0] > TOGETHER[0] > wrong[0]
+    assert right[1] > TOGETHER[1] == wrong[1], "what follows a rejected token was not tested"
+    assert right[2:] == wrong[2:] == [*TOGETHER[2:]]
+
+
+@torch.inference_mode()
+def test_members_that_did_not_draft_read_all_of_the_text(target: Target) -> None:
+    """After cycles of prompt lookup alone they draft what they draft where they read at once."""
+    drafter = with_lookup(target, "small_lm", "eagle3", "two_model", "eagle")
+    text = [*REPEATED, 60, 52, 20, 33, 9, 60, 7, 5]
+    tokens = torch.tensor([text])
+    _, features = target.step(target.begin(), tokens[:, :-1], drafter.captures)
+    proposals = []
+    for alone in (True, False):
+        state = drafter.begin(target.readout, tokens[:, 0], 64)
+        for first, last in [(1, 9), (9, 12), (12, 14), (14, 15), (15, 17)]:
+            row = state.rows[0]
+            row.together = Acceptance([0.0 if alone else 1.0])
+            row.waited = 0
+            if first > 1:
+                drafter.propose(state, 3, 2, 6)
+            part = features.slice(first - 1, last - 1)
+            drafter.observe(state, tokens[:, first:last], [last - first], part)
+        state.rows[0].together = Acceptance([1.0])
+        proposals.append(nodes_of(drafter.propose(state, 3, 2, 6)))
+    assert proposals[0] == proposals[1]
+
+
+@pytest.mark.parametrize(
+    "policy", [chain(4), tree_of_widths([2, 2, 1]), DynamicTree(3, 3, 8)], ids=Policy.describe
+)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 5, 1.0)], ids=["greedy", "sampled"])
+def test_the_parts_of_the_members_add_up(
+    policy: Policy, sampling: Sampling, target: Target
+) -> None:
+    drafter = with_lookup(target, "eagle3")
+    decoded = speculative_decode_batch(
+        target,
+        drafter,
+        [prompt * 3 for prompt in PROMPTS],
+        rows=range(len(PROMPTS)),
+        policy=policy,
+        sampling=sampling,
+        draft_sampling=GREEDY,
+        max_new_tokens=30,
+        chance=SeededChance(0),
+        stop_tokens=[],
+    )
+    seen: set[str] = set()
+    for each in decoded:
+        whole, parts = each.stats.trimmed, each.stats.by_member
+        for name in ("num_draft_tokens", "num_accepted_tokens"):
+            assert getattr(whole, name) == sum(getattr(part, name) for part in parts.values())
+        assert max(part.num_drafts for part in parts.values()) <= whole.num_drafts
+        assert whole.num_drafts <= sum(part.num_drafts for part in parts.values())
+        seen |= parts.keys()
+    assert seen == {"eagle3", "ngram"}
+    assert sum(each.stats.by_member["ngram"].num_accepted_tokens for each in decoded) > 0

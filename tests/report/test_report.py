@@ -941,3 +941,69 @@ def test_the_terminal_table_fits_80_columns_and_has_every_row():
     ):
         assert words in text
     assert "2 of 2 greedy outputs identical" in " ".join(text.split())
+
+
+def of_an_ensemble() -> list[PromptResult]:
+    """eagle3's results of `two_prompts` as those of an ensemble of it and prompt lookup."""
+    parts = {
+        "a": {"ngram": Counters(2, 4, 4), "eagle3": Counters(2, 4, 2)},
+        "b": {"eagle3": Counters(6, 12, 3)},
+    }
+    return [
+        replace(
+            result,
+            method="ensemble",
+            stats=replace(result.stats, by_member=parts[result.prompt_id]),
+        )
+        if result.method == "eagle3"
+        else result
+        for result in two_prompts()
+    ]
+
+
+def test_a_report_keeps_the_members_of_an_ensemble_apart():
+    report = report_of(of_an_ensemble(), drafter="ensemble")
+    assert report["summary"]["by_member"] == {
+        "eagle3": {
+            "num_drafts": 8,
+            "num_draft_tokens": 16,
+            "num_accepted_tokens": 5,
+            "acceptance_rate": 5 / 16,
+        },
+        "ngram": {
+            "num_drafts": 2,
+            "num_draft_tokens": 4,
+            "num_accepted_tokens": 4,
+            "acceptance_rate": 1.0,
+        },
+    }
+    assert report["tasks"]["math"]["by_member"] == report["summary"]["by_member"]
+    assert report["methods"]["ngram"]["summary"]["by_member"] == {}
+    terminal = "\n".join(summary_of(read(report)).notes)
+    assert "eagle3: in 8 drafts, 5 of 16 tokens accepted (31 %)." in terminal
+    assert "ngram: in 2 drafts, 4 of 4 tokens accepted (100 %)." in terminal
+    for page in (markdown(report), html(report)):
+        assert "ensemble: by member" in page
+        assert "all, ngram" in page
+        assert "prompt lookup comes last" in page
+    assert "by member" not in markdown(report_of(two_prompts()))
+
+
+def test_passes_of_one_shape_that_others_drafted_have_their_own_median():
+    """Of two cycles of one shape prompt lookup drafted the first, at no cost."""
+    timed_by = {"ngram": 0.0, "eagle3": 0.5}
+    results = []
+    for name, other in (("a", "b"), ("b", "a")):
+        result = measured("ensemble", name, [(2, 2), (2, 2)], tokens=tuple(range(7)))
+        drafters = ["ngram"] * 2 if name < other else ["eagle3"] * 2
+        passes = [(1, 2, 2, timed_by[who], 0.1, 0.0) for who in drafters]
+        stats = replace(result.stats, passes=passes, drafters=drafters)
+        results += [replace(result, stats=stats)] * 5
+    times = PassTimes(results)
+    assert times.seconds(results[0]).draft == pytest.approx(0.0)
+    assert times.seconds(results[-1]).draft == pytest.approx(1.0)
+    unknown = [replace(one, stats=replace(one.stats, drafters=[])) for one in results]
+    assert (
+        PassTimes(unknown).seconds(unknown[0]).draft
+        == PassTimes(unknown).seconds(unknown[-1]).draft
+    )

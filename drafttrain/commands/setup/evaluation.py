@@ -1,5 +1,6 @@
 """From the configuration of `evaluate` or `tune` to what is measured: target, drafter, prompts."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -171,6 +172,10 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         started = drafter_before(folder, config.drafter, drafter.spec)
         if started is not None:
             references[BEFORE] = started
+    for member in [] if tunes else given.members:  # each alone, beside all together
+        if (member.drafter.max_depth or settings.deepest) >= settings.deepest:
+            alone = copy.deepcopy(member.drafter)  # whose dtype may be another
+            references.setdefault(alone.config.name, alone)
     everyone = [drafter, *references.values()]
     widened = inflate_as(model, target, everyone)
     size = count_parameters(drafter)

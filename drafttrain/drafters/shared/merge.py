@@ -15,10 +15,8 @@ from drafttrain.drafters.base import Drafter, DraftState
 Node = tuple[int, ...]  # the tokens on the path to it, its own included
 
 
-def merged(
-    opinions: Sequence[Sequence[Node]], width: int, most: int
-) -> tuple[list[int], list[int]]:
-    """Return the tokens and parents of the union of trees, cut at `most` nodes.
+def merged(opinions: Sequence[Sequence[Node]], width: int, most: int) -> list[Node]:
+    """Return the union of trees, cut at `most` nodes.
 
     opinions: of each voter its nodes, the best ones first and each after its parent. A node that
     more of them have comes before others, then the one that is nearer to the beginning for a voter,
@@ -29,15 +27,15 @@ def merged(
     for voter, nodes in enumerate(opinions):
         for place, node in enumerate(nodes):
             first[node] = min(first.get(node, (place, voter)), (place, voter))
-    kept: dict[Node, int] = {}
+    kept: dict[Node, None] = {}
     children: Counter[Node] = Counter()
     # Whoever has a node has its parent, at an earlier place: the parent comes first.
     for node in sorted(votes, key=lambda node: (-votes[node], first[node])):
         above = node[:-1]
         if len(kept) < most and children[above] < width and (not above or above in kept):
             children[above] += 1
-            kept[node] = len(kept)
-    return [node[-1] for node in kept], [kept.get(node[:-1], -1) for node in kept]
+            kept[node] = None
+    return [*kept]
 
 
 def nodes_of(proposal: Proposal) -> list[list[Node]]:
@@ -55,16 +53,20 @@ def nodes_of(proposal: Proposal) -> list[list[Node]]:
 
 
 def proposal_of(
-    trees: Sequence[tuple[list[int], list[int]]], depth: int, width: int, device: torch.device
+    trees: Sequence[Sequence[Node]], depth: int, width: int, device: torch.device
 ) -> Proposal:
-    """Return the proposal of each row's chosen tokens and their parents; a chain has no shape.
+    """Return the proposal of each row's nodes, each after its parent; a chain has no shape.
 
     depth, width: no tree is deeper, and no node has more children.
     """
-    tokens, counts = padded_rows([tokens for tokens, _ in trees], device)
+    tokens, counts = padded_rows([[node[-1] for node in nodes] for nodes in trees], device)
+    rows = []
+    for nodes in trees:
+        places = {node: place for place, node in enumerate(nodes)}
+        rows.append([places.get(node[:-1], -1) for node in nodes])
     tree = None
-    if any(parents != list(range(-1, len(parents) - 1)) for _, parents in trees):
-        above = [parents + [-1] * (tokens.shape[1] - len(parents)) for _, parents in trees]
+    if any(parents != list(range(-1, len(parents) - 1)) for parents in rows):
+        above = [parents + [-1] * (tokens.shape[1] - len(parents)) for parents in rows]
         tree = Tree.of(send(torch.tensor(above), device), depth, width)
     return Proposal(tokens, torch.tensor(counts), None, tree)
 

@@ -1,12 +1,12 @@
 """What a drafter has not read yet of a text that the target goes on decoding."""
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from drafttrain.core.ops.ragged_cache import padded_rows
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import TargetFeatures
 from drafttrain.drafters.base import Drafter, DraftState
@@ -44,12 +44,19 @@ class Backlog:
         ]
 
     def read(self) -> None:
-        """Have the drafter read all; plain steps, of one token each, in a single pass."""
-        for steps, group in groupby(self.parts, key=lambda part: part[0].shape[1] == 1):
-            found = list(group)
-            for together in [found] if steps else [[part] for part in found]:
-                tokens = torch.cat([tokens for tokens, _, _ in together], dim=1)
-                features = TargetFeatures.joined([features for _, _, features in together])
-                counts = [len(together)] * len(tokens) if steps else together[0][1]
-                self.drafter.observe(self.state, tokens, counts, features)
+        """Have the drafter read all of it, in a single pass."""
+        if not self.parts:
+            return
+        tokens = torch.cat([tokens for tokens, _, _ in self.parts], dim=1)
+        features = TargetFeatures.joined([features for _, _, features in self.parts])
+        counts, start = self.parts[0][1], 0
+        if len(self.parts) > 1:  # rows may have padding between the parts
+            places: list[list[int]] = [[] for _ in counts]
+            for part, counts, _ in self.parts:
+                for row, count in zip(places, counts, strict=True):
+                    row += range(start, start + count)
+                start += part.shape[1]
+            index, counts = padded_rows(places, tokens.device)
+            tokens, features = tokens.gather(1, index), features.take(index)
         self.parts = []
+        self.drafter.observe(self.state, tokens, counts, features)

@@ -8,8 +8,8 @@ from test_drafters import ALL, PROMPTS, random_drafter
 
 from drafttrain.core.ops.ragged_cache import padded_rows
 from drafttrain.core.types import TargetFeatures
-from drafttrain.decode.backlog import Backlog
 from drafttrain.drafters.base import Drafter, DraftState
+from drafttrain.drafters.shared.backlog import Backlog
 from drafttrain.target.model import Target
 
 FIRST = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
