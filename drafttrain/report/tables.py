@@ -346,16 +346,20 @@ def sweep_table(points: Sequence[Point], rules: Mapping[float, str]) -> Table:
     notes = []
     for (temperature, size), best in best_depths(points).items():
         by_task = ", ".join(f"{task} {p.depth}" for task, p in best.items() if task != "all")
-        at = f"Fastest at temperature {temperature:g}, batch {size}"
-        notes.append(f"{at}: depth {best['all'].depth} in all; by task {by_task}.")
+        ci95 = best["all"].summary.speedup.ci95
+        pays = "pays" if ci95 is not None and ci95[0] > 1 else "may not pay"
+        notes.append(
+            f"Fastest at temperature {temperature:g}, batch {size}: depth {best['all'].depth} in "
+            f"all, where speculation {pays}; by task {by_task}."
+        )
     if len(set(rules.values())) > 1:
         notes += [f"Rule at temperature {where:g}: {rule}." for where, rule in rules.items()]
     caption = (
         "Rows of a batch are decoded together and leave as they end; tokens per second are of the "
-        "whole batch. Ngram drafts as deep."
+        "whole batch. Ngram drafts as deep. Speculation pays where the speedup's lower bound is "
+        "above 1."
     )
     lines = [(f"{point.temperature:g}", point) for point in points]
-    notes += where_it_pays(points)
     return table("Depth, temperature and batch", caption, "temperature", columns, lines, notes)
 
 
@@ -369,24 +373,6 @@ def best_depths(points: Sequence[Point]) -> dict[tuple[float, int], dict[str, Po
             if (row.speedup.value or 0.0) > (fastest or 0.0):
                 best[name] = point
     return chosen
-
-
-def where_it_pays(points: Sequence[Point]) -> list[str]:
-    """Return, for each temperature, a sentence on the batch sizes at which speculation pays."""
-    pays: dict[float, dict[int, bool]] = {}
-    for (temperature, size), chosen in sorted(best_depths(points).items()):
-        ci95 = chosen["all"].summary.speedup.ci95
-        pays.setdefault(temperature, {})[size] = ci95 is not None and ci95[0] > 1
-    sentences = []
-    for temperature, sizes in pays.items():
-        at = ", ".join(str(size) for size, sure in sizes.items() if sure) or "none"
-        if len(sizes) > 1:
-            sentences.append(
-                f"At temperature {temperature:g}, speculation pays at batch sizes {at} of "
-                f"{', '.join(map(str, sizes))}: the speedup of the best depth is above 1 there, "
-                "with 95 % confidence."
-            )
-    return sentences
 
 
 def witness_table(section: WitnessSection) -> Table:

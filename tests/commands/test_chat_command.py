@@ -107,8 +107,6 @@ def test_a_conversation_in_a_terminal(begin: Callable[..., Session]) -> None:
     answer = session.until("x plain") + session.until("> ")
     assert re.search(r"\d+ tokens, [\d.]+ a second", plain(answer))
     assert BOLD_GREEN in answer
-    longest = max(len(line) for line in plain(answer).replace("\r", "\n").split("\n"))
-    assert longest <= 60, "the line that was typed is the longest"
     session.type("/what\n")
     assert "/new begins" in plain(session.until("> "))
     session.type("/system Be brief.\n")
@@ -125,7 +123,8 @@ def test_ctrl_c_stops_an_answer_and_then_the_command(begin: Callable[..., Sessio
     session = begin(*told, NO_COLOR="1")
     session.until("> ")
     session.type("Tell me a long story about a dog and a cat.\n")
-    session.until("a pass")
+    session.until("cat.\r\n")
+    assert "a pass" not in session.until(" "), "an answer has begun"
     session.type("\x03")
     stopped = session.until("stopped")
     assert "Traceback" not in stopped

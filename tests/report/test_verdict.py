@@ -33,7 +33,7 @@ from drafttrain.report.results import (
     OutsideCounts,
     Point,
 )
-from drafttrain.report.tables import where_it_pays
+from drafttrain.report.tables import sweep_table
 from drafttrain.report.totals import collect, outside_repetition, repeats
 from drafttrain.report.verdict import decide
 
@@ -249,23 +249,11 @@ def swept(depth: int, temperature: float, batch_size: int, speedups: dict[str, f
     return Point(depth, temperature, batch_size, rows.pop("all"), rows, None)
 
 
-@pytest.mark.parametrize(
-    ("speedups", "said"),
-    [
-        ((1.5, 1.2, 1.1), "1, 2, 4 of 1, 2, 4"),
-        ((1.5, 1.2, 0.9), "1, 2 of 1, 2, 4"),
-        ((0.9, 0.9, 0.9), "none of 1, 2, 4"),
-        ((0.9, 1.2, 1.1), "2, 4 of 1, 2, 4"),
-    ],
-)
-def test_where_speculation_pays_is_said_as_it_was_measured(
-    speedups: tuple[float, ...], said: str
-) -> None:
-    points = [
-        swept(2, 0.0, size, {"all": value}) for size, value in zip((1, 2, 4), speedups, strict=True)
-    ]
-    [sentence] = where_it_pays(points)
-    assert f"pays at batch sizes {said}:" in sentence
+def test_a_sweep_says_at_which_batch_sizes_speculation_pays() -> None:
+    points = [swept(2, 0.0, size, {"all": value}) for size, value in ((1, 1.5), (2, 1.2), (4, 0.9))]
+    notes = sweep_table(points, {0.0: "greedy"}).notes
+    said = [re.findall(r"batch (\d+): .* where speculation ([\w ]+);", note)[0] for note in notes]
+    assert said == [("1", "pays"), ("2", "pays"), ("4", "may not pay")]
 
 
 LOOP = (1, 2, 3, 4, 9, 1, 2, 3, 4, 5, 6)  # position 8 ends 1 2 3 4 a second time
