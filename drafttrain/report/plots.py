@@ -94,7 +94,7 @@ class Figure:
         # Its style sheet would apply to the whole page.
         text = re.sub("<style.*?</style>", "", text, flags=re.DOTALL)
         text = re.sub(r'( id="|="#|url\(#)', rf"\g<1>{self.name}-", text.replace("xlink:", ""))
-        text = re.sub(": (#[0-9a-f]{6})", lambda found: f": {VARIABLES[found[1]]}", text)
+        text = re.sub("(?<=: )#[0-9a-f]{6}", lambda found: VARIABLES.get(found[0], found[0]), text)
         head = '<svg class="plot" role="img" aria-label="{}" viewBox="0 0 {:g} {}">'
         head = Markup(head).format(self.title, WIDTH, self.height)
         return Markup(f"{head}{re.split('<svg[^>]*>', text, maxsplit=1)[1]}")
