@@ -195,10 +195,9 @@ def serving(plan: ServingPlan) -> Table:
     ranges = " and ".join(f"{first} to {last}" for first, last in plan.paying)
     length = plan.serving[0].acceptance_length
     about = (
-        f"An acceptance length of {length:.2f} at depth {plan.depth} pays "
-        f"{f'at {ranges} requests' if ranges else 'at no number of requests'} side by side. The "
-        f"memory holds the caches of {fitting(plan.host):,}, each of {plan.host.context:,} tokens. "
-        "It pays from a length of (draft + verify) / plain on."
+        f"At depth {plan.depth}, speculation pays from an acceptance length of (draft + verify) / "
+        f"plain on: {length:.2f} pays at {ranges or 'no number of'} requests side by side. The "
+        f"memory holds the caches of {fitting(plan.host):,}, each of {plan.host.context:,} tokens."
     )
     columns = ["batch", "plain", "draft", "verify", "pays from", "gain", "best depth", "then"]
     title = f"Serving on {_machines(plan)}: does speculation pay?"
