@@ -22,6 +22,7 @@ from drafttrain.drafters.base import Drafter, DraftState, JoinedConfig, Training
 from drafttrain.drafters.ngram import Ngram, NgramState, Text
 from drafttrain.drafters.shared.backlog import Backlog
 from drafttrain.drafters.shared.merge import Node, best_tree, merged, nodes_of, proposal_of
+from drafttrain.runtime import limits
 
 # How often a copied token was the next one, by the length of the match before it, the last entry
 # for all longer ones: of 600 conversations (chats, code, mathematics, stories), as tokens of
@@ -43,14 +44,8 @@ class EnsembleConfig(JoinedConfig):
     draft_cost: of the others than prompt lookup, by depth. verify_cost: of a token in a pass.
     """
 
-    draft_cost: float
-    verify_cost: float | None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_at_least(0, "draft_cost")
-        known = self.verify_cost is None or self.verify_cost >= 0
-        self.require("verify_cost", known, "be at least 0, or null")
+    draft_cost: limits.NonNegativeFloat
+    verify_cost: limits.NonNegativeFloat | None
 
     def join(self, spec: TargetSpec, members: Sequence[Drafter]) -> "Ensemble":
         for name, member in zip(self.members, members, strict=True):
