@@ -34,6 +34,7 @@ DOORS = {
     "filelock": {"runtime.lock"},
     "huggingface_hub": {"target.pretrained.hub", "formats.write.hub", "formats.write.directory"},
     "matplotlib": {"report.plots"},
+    "gguf": {"target.pretrained.gguf"},
     "peft": {"drafters.shared.lora", "target.pretrained.adapter"},
     "pydantic": {"runtime.untrusted_input"},
     "openai": {"target.answers.endpoint"},

@@ -51,7 +51,7 @@ def test_the_version_is_that_of_the_newest_changes() -> None:
 
 
 def test_what_the_package_imports_is_declared_and_no_more() -> None:
-    optional = names(EXTRAS["openai"]) | names(EXTRAS["quant"])
+    optional = names([*EXTRAS["openai"], *EXTRAS["quant"], *EXTRAS["gguf"]])
     assert imported(ROOT / "drafttrain") == names(PROJECT["dependencies"]) | optional
 
 

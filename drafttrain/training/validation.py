@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,7 +26,8 @@ from drafttrain.training.loop import ERROR, METRIC
 TOGETHER = 16  # prompts decoded in one batch
 
 
-class Prompt(NamedTuple):
+@dataclass(frozen=True)
+class ValidationPrompt:
     """A prompt to decode: its index, its tokens, and its task where a file of prompts names one."""
 
     index: int
@@ -33,18 +35,20 @@ class Prompt(NamedTuple):
     task: str | None = None
 
 
-def held_out_prompts(held_out: Sequence[Sample]) -> list[Prompt]:
+def held_out_prompts(held_out: Sequence[Sample]) -> list[ValidationPrompt]:
     """Return the first prompt of each held-out conversation."""
-    return [Prompt(sample.index, prompt_of(sample)) for sample in held_out]
+    return [ValidationPrompt(sample.index, prompt_of(sample)) for sample in held_out]
 
 
-def prompts_in(path: str, target: Target, template: Template) -> list[Prompt]:
+def prompts_in(path: str, target: Target, template: Template) -> list[ValidationPrompt]:
     """Return the first turns of a file of prompts, as the target reads them; see read_prompts."""
     found, skipped = read_prompts(path, None)
     for line in skipped.lines():
         console.print(line)
     return [
-        Prompt(index, prompt_tokens([Message("user", turn)], target.tokenizer, template), task)
+        ValidationPrompt(
+            index, prompt_tokens([Message("user", turn)], target.tokenizer, template), task
+        )
         for index, (turn, task) in enumerate((each.turns[0], each.task) for each in found)
     ]
 
@@ -58,7 +62,7 @@ class Validation:
         self,
         target: Target,
         engine: Engine,
-        prompts: Sequence["Prompt"],
+        prompts: Sequence[ValidationPrompt],
         *,
         most: int,
         depth: int,

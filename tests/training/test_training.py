@@ -259,7 +259,7 @@ def test_validation_takes_prompts_that_the_drafter_has_room_for(target: Target) 
     asked |= {"draft_dtype": torch.float32, "stop": StopRequest()}
     engine.module.longest = 21
     validation = Validation(target, engine, held_out_prompts(held_out), **asked)
-    assert [len(prompt) for _, prompt, _ in validation.prompts] == [11, 5]
+    assert [len(prompt.tokens) for prompt in validation.prompts] == [11, 5]
     engine.module.longest = 14
     with pytest.raises(ValueError, match="in the 14 positions of drafter=medusa; raise"):
         Validation(target, engine, held_out_prompts(held_out), **asked)

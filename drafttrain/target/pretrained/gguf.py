@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from drafttrain.runtime.disk import put_folder, write_whole, writing
@@ -26,9 +25,10 @@ from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained import files
 from drafttrain.target.pretrained.fit import refuse_misfit
+from drafttrain.target.pretrained.hub import HOME
 from drafttrain.target.pretrained.limits import check_sizes, without_weights
 
-CACHE = Path(constants.HF_HOME) / "drafttrain" / "gguf"
+CACHE = HOME / "drafttrain" / "gguf"
 SOURCE = "dequantized_from"  # the key of config.json that names the GGUF file
 SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 MAX_TENSORS, MAX_KEYS = 1 << 20, 1 << 16
@@ -127,7 +127,7 @@ def write_directory(file: Path, folder: Path, origin: str, weights: bool = True)
 
 def _load(file: Path, config: Any, origin: str) -> Any:
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
             local_files_only=True,
@@ -136,6 +136,7 @@ def _load(file: Path, config: Any, origin: str) -> Any:
             quantization_config=transformers.GgufConfig(dequantize=True),
             output_loading_info=True,
         )
+    model, report = loaded
     misshapen = [str(key) for key, *_ in report["mismatched_keys"]]
     missing = [str(key) for key in report["missing_keys"]]
     refuse_misfit(origin, misshapen, missing, list(map(str, report["unexpected_keys"])))

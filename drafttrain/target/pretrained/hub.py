@@ -8,6 +8,7 @@ from huggingface_hub import constants, errors
 
 from drafttrain.target.pretrained import files
 
+HOME = Path(constants.HF_HOME)  # models are kept below it
 ANSWER_S = 10.0  # how long the Hub may take to answer before it counts as unreachable
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 # Subfolders hold other formats (original/*.pth); Mistral's repositories hold the weights twice.
