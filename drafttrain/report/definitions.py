@@ -22,7 +22,8 @@ DEFINITIONS: dict[str, str] = {
     "the prompts' own lengths, prompts without a draft left out; ci95: interval of micro.",
     "acceptance_rate": "Accepted / drafted tokens; of a tree at most its depth / its nodes.",
     "by_member": "Of drafters that draft together: the drafts that have a token of this member, "
-    "its tokens, and those accepted. A token of several members counts for the first; prompt lookup comes last.",
+    "its tokens, and those accepted. A token of several members counts for the first; prompt "
+    "lookup comes last.",
     "acceptance_per_position": "Share of all drafts whose i-th token was accepted (vLLM's rate per "
     "position).",
     "conditional_acceptance": "Share of the drafts whose first i - 1 tokens were accepted in which "
