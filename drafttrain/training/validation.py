@@ -9,12 +9,12 @@ import torch
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY
-from drafttrain.core.types import Counters, Sample
+from drafttrain.core.types import Counters, Decoded, Sample
 from drafttrain.data.chat import prompt_of, prompt_tokens
 from drafttrain.data.evaluation_prompts import read_prompts
 from drafttrain.data.records import Message
 from drafttrain.data.template import Template
-from drafttrain.decode.loop import speculative_decode_batch
+from drafttrain.decode.loop import speculative_passes
 from drafttrain.decode.rows import context_of
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.signals import StopRequest
@@ -103,24 +103,15 @@ class Validation:
             mine = self.prompts[ranks.rank :: ranks.world_size]
             for first in range(0, len(mine), TOGETHER):
                 tell(f"validating {first}/{len(mine)}")
-                # A scheduler waits half a minute, and a validation may take several.
-                if self.stop.asked:
+                batch = mine[first : first + TOGETHER]
+                decoded = self._decode(drafter, batch)
+                if decoded is None:
                     given_up = True
                     break
-                batch = mine[first : first + TOGETHER]
-                names = [prompt.index for prompt in batch]
-                decoded = speculative_decode_batch(
-                    self.target,
-                    drafter,
-                    [prompt.tokens for prompt in batch],
-                    policy=self.depth,
-                    sampling=GREEDY,
-                    max_new_tokens=self.max_new_tokens,
-                    chance=SeededChance(0),
-                    rows=names,
-                )
-                counted = [vars(each.stats.trimmed) for each in decoded]
-                own += zip(names, counted, strict=True)
+                own += [
+                    (prompt.index, vars(each.stats.trimmed))
+                    for prompt, each in zip(batch, decoded, strict=True)
+                ]
         found = ranks.gather_objects((given_up, own))
         if any(rank_given_up for rank_given_up, _ in found):
             return None
@@ -146,6 +137,31 @@ class Validation:
         for task, counters in by_task.items():
             metrics[f"{self.metric}/{task}"] = counters.acceptance_length or 1.0
         return metrics
+
+    @torch.inference_mode()
+    def _decode(
+        self, drafter: Drafter, batch: Sequence[ValidationPrompt]
+    ) -> Sequence[Decoded] | None:
+        """Return the decoded prompts; None as soon as the run was asked to stop.
+
+        A scheduler waits half a minute, and a batch may take several.
+        """
+        passes = speculative_passes(
+            self.target,
+            drafter,
+            [prompt.tokens for prompt in batch],
+            policy=self.depth,
+            sampling=GREEDY,
+            max_new_tokens=self.max_new_tokens,
+            chance=SeededChance(0),
+            rows=[prompt.index for prompt in batch],
+        )
+        while not self.stop.asked:
+            try:
+                next(passes)
+            except StopIteration as end:
+                return end.value
+        return None
 
     def table(self) -> tuple[list[str], list[list[float]]]:
         """Return columns and rows of all prompts in the last validation, the same on every rank."""

@@ -15,6 +15,7 @@ from drafttrain.target.pretrained.config import ModelConfig
 
 # What every data section has, beside what each test says.
 TOLD = {"template_kwargs": {}, "template_date": "2024-07-26", "roles": {}, "preview": 0}
+TOLD["train_on"] = "answers"
 BY_TEMPLATE = Template("chat", {}, "2024-07-26")
 WITHOUT_TEMPLATE = Template("none", {}, "2024-07-26")
 

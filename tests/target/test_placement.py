@@ -100,6 +100,7 @@ def selfgen_config(folder: Path, count: int = 11) -> SelfgenConfig:
         template_date="2024-07-26",
         roles={},
         preview=0,
+        train_on="answers",
         template="chat",
         seed=5,
         num_conversations=count,

@@ -46,6 +46,7 @@ def config(tmp_path: Path) -> SelfgenConfig:
         template_date="2024-07-26",
         roles={},
         preview=0,
+        train_on="answers",
         template="chat",
         seed=5,
         num_conversations=18,

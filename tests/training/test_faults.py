@@ -135,8 +135,8 @@ def test_a_validation_is_given_up_for_a_scheduler_and_made_up_for(
     run = tmp_path / "run"
     arguments = settings(run, place / "data.jsonl", *SHORT)
     with monkeypatch.context() as patch:
-        decode = at_call(1, drafttrain.training.validation.speculative_decode, send(signal.SIGTERM))
-        patch.setattr(drafttrain.training.validation, "speculative_decode", decode)
+        decode = at_call(1, drafttrain.training.validation.speculative_passes, send(signal.SIGTERM))
+        patch.setattr(drafttrain.training.validation, "speculative_passes", decode)
         assert main(arguments) == 143
     latest = Checkpoints(run / "checkpoints", 2).latest()
     assert latest is not None
@@ -172,8 +172,8 @@ def test_a_rank_that_was_asked_to_stop_is_not_lost_to_one_that_stopped_before_it
         os.kill(os.getpid(), signal.SIGTERM)
         raise LostRankError("rank 0 lost another of the 2 ranks")
 
-    decode = at_call(1, drafttrain.training.validation.speculative_decode, wait_in_vain)
-    monkeypatch.setattr(drafttrain.training.validation, "speculative_decode", decode)
+    decode = at_call(1, drafttrain.training.validation.speculative_passes, wait_in_vain)
+    monkeypatch.setattr(drafttrain.training.validation, "speculative_passes", decode)
     assert main(settings(tmp_path / "run", place / "data.jsonl", *SHORT)) == 143
     assert "stopped by SIGTERM outside the steps of training" in capsys.readouterr().err
 
@@ -438,6 +438,7 @@ def jsonl(path: Path) -> JsonlConfig:
         template_date="2024-07-26",
         roles={},
         preview=0,
+        train_on="answers",
         seed=0,
     )
 
