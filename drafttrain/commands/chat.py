@@ -195,10 +195,7 @@ def asked(config: ChatConfig) -> list[Prompt]:
         )
     file = Path(settings.file).expanduser()
     if file.name.lower().endswith(SUFFIXES):
-        try:
-            prompts, skipped = read_prompts(file, None, config.data.known_roles)
-        except ValueError as error:  # it reads eval.prompts too
-            raise ValueError(str(error).replace("eval.prompts", "chat.file", 1)) from error
+        prompts, skipped = read_prompts(file, None, config.data.known_roles, "chat.file")
         if skipped.counts:
             raise ValueError(f"chat.file must be usable in every line: {skipped.sentence()}")
         return prompts

@@ -49,8 +49,9 @@ def load_prompts(source: PromptSource, roles: Roles = ROLES) -> tuple[list[Promp
         (where, record if isinstance(record, Unusable) else (number, record))
         for number, (where, record) in enumerate(suite_records(source))
     )
-    place = f"dataset={source.dataset}" if source.path is None else f"prompts={source.path}"
-    must = f"eval.{place} must hold usable prompts"
+    named = f"{source.setting}={source.path}"
+    place = f"eval.dataset={source.dataset}" if source.path is None else named
+    must = f"{place} must hold usable prompts"
     found, report = usable_of(records, None, take, must, "prompts")
     kept: dict[str, list[Prompt]] = {}
     for prompt in found:
@@ -60,10 +61,13 @@ def load_prompts(source: PromptSource, roles: Roles = ROLES) -> tuple[list[Promp
 
 
 def read_prompts(
-    path: str | Path, limit: int | None, roles: Roles = ROLES
+    path: str | Path, limit: int | None, roles: Roles = ROLES, setting: str = "eval.prompts"
 ) -> tuple[list[Prompt], SkipReport]:
-    """Read a file of prompts, grouped by the key `task` of its lines; see load_prompts."""
-    return load_prompts(PromptSource(path=str(path), limit=limit), roles)
+    """Read a file of prompts, grouped by the key `task` of its lines; see load_prompts.
+
+    setting: that names the file, for messages.
+    """
+    return load_prompts(PromptSource(path=str(path), limit=limit, setting=setting), roles)
 
 
 def prompts_sha256(prompts: Sequence[Prompt]) -> str:

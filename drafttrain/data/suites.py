@@ -22,6 +22,7 @@ class PromptSource:
     """Which prompts to read: those of a local file, else of a data set."""
 
     path: str | None
+    setting: str = "eval.prompts"  # that names the path, for messages
     dataset: str | None = None  # EMBEDDED, an id on the Hugging Face Hub, or a directory
     subset: str | None = None
     split: str = ""
@@ -71,11 +72,11 @@ def suite_records(source: PromptSource) -> Iterator[Record]:
     file = Path(source.path or BUILTIN_PROMPTS).expanduser()
     if not file.is_file():
         raise ValueError(
-            f"eval.prompts must name a file of prompts, got {source.path}, which is not one; a "
+            f"{source.setting} must name a file of prompts, got {source.path}, which is not one; a "
             'line of it is {"id": "a1", "task": "math", "turns": ["What is 2 + 2?"]}, or a row of '
             "Spec-Bench, MT-bench, GSM8K, HumanEval or MBPP as they are published"
         )
-    yield from file_records(file, "eval.prompts")
+    yield from file_records(file, source.setting)
 
 
 def in_our_spelling(record: Any, number: int, task: str | None, roles: Roles) -> Any:

@@ -42,7 +42,7 @@ def held_out_prompts(held_out: Sequence[Sample]) -> list[ValidationPrompt]:
 
 def prompts_in(path: str, target: Target, template: Template) -> list[ValidationPrompt]:
     """Return the first turns of a file of prompts, as the target reads them; see read_prompts."""
-    found, skipped = read_prompts(path, None)
+    found, skipped = read_prompts(path, None, setting="trainer.validation_prompts")
     for line in skipped.lines():
         console.print(line)
     return [

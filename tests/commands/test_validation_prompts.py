@@ -53,7 +53,11 @@ def test_a_file_of_prompts_is_validated_by_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "named"),
-    [("nowhere.jsonl", "nowhere.jsonl"), ("0", "at least 1"), ("[1]", "at least 1")],
+    [
+        ("nowhere.jsonl", "trainer.validation_prompts must name a file of prompts"),
+        ("0", "at least 1"),
+        ("[1]", "at least 1"),
+    ],
 )
 def test_other_values_are_refused_in_one_line(
     value: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
