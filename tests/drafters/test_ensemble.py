@@ -387,7 +387,9 @@ def test_members_that_did_not_draft_read_all_of_the_text(target: Target) -> None
 
 
 @pytest.mark.parametrize(
-    "policy", [chain(4), tree_of_widths([2, 2, 1]), DynamicTree(3, 3, 8)], ids=Policy.describe
+    "policy",
+    [chain(4), tree_of_widths([2, 2, 1]), DynamicTree(3, 3, 8)],
+    ids=lambda policy: policy.describe(),
 )
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 5, 1.0)], ids=["greedy", "sampled"])
 def test_the_parts_of_the_members_add_up(
