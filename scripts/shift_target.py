@@ -45,6 +45,7 @@ def main() -> None:
         roles={},
         template="chat",
         preview=0,
+        train_on="answers",
         seed=0,
     )
     samples, skipped = encode(*read(data)[:1], tokenizer, data)

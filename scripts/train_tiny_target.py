@@ -101,6 +101,7 @@ def read(path: str, seed: int) -> list[Conversation]:
         template_date="2024-07-26",
         roles={},
         preview=0,
+        train_on="answers",
         seed=seed,
         path=path,
         limit=None,
