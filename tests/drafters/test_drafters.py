@@ -75,7 +75,8 @@ def build(name: str, spec: TargetSpec, **overrides: Any) -> Drafter:
 def random_drafter(name: str, target: Target, **overrides: Any) -> Drafter:
     """Random weights everywhere, after `prepare` chose what depends on data."""
     if name == "ensemble":
-        config = drafter_config(name, **{"members": MEMBERS} | overrides)
+        # By default the cost, and so who drafts, depends on the device.
+        config = drafter_config(name, **{"members": MEMBERS, "verify_cost": 0.1} | overrides)
         assert isinstance(config, JoinedConfig)
         return config.join(
             target.spec, [random_drafter(each, target) for each in config.members]
