@@ -157,11 +157,11 @@ def _in_time(tokenizer: Any, seconds: float, call: Callable[[], Any]) -> Any:
 
 @contextmanager
 def panics_as_errors(tokenizer: Any) -> Iterator[None]:
-    """Raise a ValueError, which names the tokenizer, where its Rust code panics."""
+    """Raise a ValueError, which names the tokenizer, where its Rust code panics or fails."""
     try:
         yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
+    except BaseException as error:  # of failures it raises Exception itself
+        if type(error).__name__ != "PanicException" and type(error) is not Exception:
             raise
         raise ValueError(
             f"the tokenizer of {shown_name(tokenizer)} must read any text, and failed: "

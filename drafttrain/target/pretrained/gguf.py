@@ -42,7 +42,7 @@ def file_of(path: Path, origin: str) -> Path | None:
     """
     if (path / files.CONFIG).is_file():
         return None
-    found = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+    found = [file for file in (path, *sorted(path.glob("*.gguf"))) if file.is_file()]
     if not found or not (found[0].suffix == ".gguf" or _starts_as_gguf(found[0])):
         return None
     if SPLIT.search(found[0].name):
@@ -70,6 +70,7 @@ def directory_of(file: Path, origin: str, weights: bool) -> Path:
         return written and (not weights or bool(files.weight_files(folder)))
 
     if not is_written():
+        _count_values(file, origin)  # before anything is made
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
         with alone(folder):  # one rank or command writes, the others wait for it
@@ -87,10 +88,6 @@ def write_directory(file: Path, folder: Path, origin: str, weights: bool = True)
     A tokenizer beside the file is taken before the one in it. ValueError, naming `origin`, if the
     package `gguf` is missing, the file is torn, or its architecture or quantisation is unknown.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError(
-            f"{origin} is GGUF, which needs the package gguf; pip install 'drafttrain[gguf]'"
-        )
     values = _count_values(file, origin)
     if weights:
         _require_space(4 * values, f"{origin}: {shown(file.name)}")
@@ -145,6 +142,10 @@ def _load(file: Path, config: Any, origin: str) -> Any:
 
 def _count_values(file: Path, origin: str) -> int:
     """Return how many numbers the tensors hold; ValueError if the file ends too early."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(
+            f"{origin} is GGUF, which needs the package gguf; pip install 'drafttrain[gguf]'"
+        )
     import gguf
 
     name = f"{origin}: {shown(file.name)}"
