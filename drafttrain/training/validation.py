@@ -47,9 +47,11 @@ def prompts_in(path: str, target: Target, template: Template) -> list[Validation
         console.print(line)
     return [
         ValidationPrompt(
-            index, prompt_tokens([Message("user", turn)], target.tokenizer, template), task
+            index,
+            prompt_tokens([Message("user", each.turns[0])], target.tokenizer, template),
+            each.task,
         )
-        for index, (turn, task) in enumerate((each.turns[0], each.task) for each in found)
+        for index, each in enumerate(found)
     ]
 
 

@@ -1,6 +1,7 @@
 """Check by their headers alone, loading nothing, that weight files fit a configuration."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +76,13 @@ def require_fit(origin: str, weights: list[Path], model_config: Any, code: bool)
             f"{origin}: the weights must fit config.json, which declares {declared:,} numbers; the "
             f"files hold {held:,}"
         )
+
+
+def refuse_loaded_misfit(origin: str, report: Mapping[str, Any]) -> None:
+    """Raise as `refuse_misfit` does, by the loading information of Transformers."""
+    misshapen = [str(key) for key, *_ in report["mismatched_keys"]]
+    missing = [str(key) for key in report["missing_keys"]]
+    refuse_misfit(origin, misshapen, missing, list(map(str, report["unexpected_keys"])))
 
 
 def refuse_misfit(origin: str, misshapen: list[str], missing: list[str], others: list[str]) -> None:

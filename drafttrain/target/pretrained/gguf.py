@@ -24,7 +24,7 @@ from drafttrain.runtime.lock import alone
 from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained import files
-from drafttrain.target.pretrained.fit import refuse_misfit
+from drafttrain.target.pretrained.fit import refuse_loaded_misfit
 from drafttrain.target.pretrained.hub import HOME
 from drafttrain.target.pretrained.limits import check_sizes, without_weights
 
@@ -134,9 +134,7 @@ def _load(file: Path, config: Any, origin: str) -> Any:
             output_loading_info=True,
         )
     model, report = loaded
-    misshapen = [str(key) for key, *_ in report["mismatched_keys"]]
-    missing = [str(key) for key in report["missing_keys"]]
-    refuse_misfit(origin, misshapen, missing, list(map(str, report["unexpected_keys"])))
+    refuse_loaded_misfit(origin, report)
     return model
 
 

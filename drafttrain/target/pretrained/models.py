@@ -17,7 +17,7 @@ from drafttrain.runtime.untrusted_input import read_object, shown
 from drafttrain.target.pretrained import files, gguf, hub
 from drafttrain.target.pretrained.adapter import merge, open_adapter
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
-from drafttrain.target.pretrained.fit import refuse_misfit, require_fit
+from drafttrain.target.pretrained.fit import refuse_loaded_misfit, require_fit
 from drafttrain.target.pretrained.inflate import inflate, inflated_width
 from drafttrain.target.pretrained.quantize import quantization_of
 
@@ -275,9 +275,7 @@ def _read(
         if was_shown:
             transformers.utils.logging.enable_progress_bar()
     model, report = loaded
-    misshapen = [str(key) for key, *_ in report["mismatched_keys"]]
-    missing = [str(key) for key in report["missing_keys"]]
-    refuse_misfit(config.origin, misshapen, missing, list(map(str, report["unexpected_keys"])))
+    refuse_loaded_misfit(config.origin, report)
     return model
 
 
