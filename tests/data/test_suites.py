@@ -71,7 +71,8 @@ EXPECTED = {
 
 def source(**changes: Any) -> PromptSource:
     values = {field.name: None for field in fields(PromptSource)}
-    return PromptSource(**{**values, "split": "test", "task_by": "task", **changes})
+    given = {"setting": "eval.prompts", "split": "test", "task_by": "task", **changes}
+    return PromptSource(**{**values, **given})
 
 
 def jsonl(folder: Path, rows: list[Any]) -> str:
