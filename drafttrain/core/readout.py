@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from drafttrain.core.ops.layer_calls import wide_dtype
+from drafttrain.core.ops.packed_weights import packed_linear
 from drafttrain.core.ops.products import wide_linear
 
 
@@ -54,7 +55,7 @@ class Readout:
 
         Verification takes these: they are what the target generates from.
         """
-        logits = functional.linear(final_hidden, self.head, self.head_bias)
+        logits = packed_linear(final_hidden, self.head, self.head_bias)
         return scaled(logits, self.logit_scale, self.soft_cap)
 
     def float32_logits(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from drafttrain.core.ops.packed_weights import pack
 from drafttrain.core.types import PromptResult
 from drafttrain.data.evaluation_prompts import Prompt, prompts_sha256
 from drafttrain.data.template import Template
@@ -64,7 +65,9 @@ class Parts:
     @cached_property
     def timed_drafter(self) -> Drafter:
         """The drafter in the dtype that it is timed in."""
-        return copy.deepcopy(self.drafter).to(self.draft_dtype)
+        drafter = copy.deepcopy(self.drafter).to(self.draft_dtype)
+        pack(drafter)
+        return drafter
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import psutil
 import torch
 from rich import filesize
 
+from drafttrain.core.ops.packed_weights import pack
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.settings import AUTO
 from drafttrain.target.device_map import load_spread
@@ -20,6 +21,7 @@ from drafttrain.target.sharded import load_sharded
 
 # The share of free memory that a target may take: features, logits and the drafter need the rest.
 TARGET_SHARE = 0.7
+PACKED_SHARE = 0.5  # of what is free then: reordered copies of its weights, which are only faster
 SERVING_SHARE = 0.8  # of the memory: weights may take this much, an engine's cache has the rest
 SPREADS = (1, 2, 4, 8, 16, 32)  # GPUs that an engine spreads a target over
 # With vllm, an engine besides this target gives the features, and this target goes as with auto.
@@ -97,6 +99,9 @@ def load_placed(
     else:
         assert placement.kind == "device", f"no placement is called {placement.kind}"
         target = load_target(config, dtype, str(ranks.device))
+        if ranks.device.type == "cpu":
+            spare = PACKED_SHARE * free_bytes(ranks.device)
+            pack(target.model, target.readout.head, spare=spare)
     target.placed, target.config = f"{placement} on {ranks.device}", config
     return target
 

@@ -24,6 +24,7 @@ from drafttrain.config.compose import load_choice
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import ChatConfig, EvaluateConfig, TuneConfig
 from drafttrain.core.ops.graphs import noting
+from drafttrain.core.ops.packed_weights import pack
 from drafttrain.data.evaluation_prompts import (
     load_prompts,
     overlap_line,
@@ -181,7 +182,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     size = count_parameters(drafter)
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype, size)
     for each in references.values():
-        each.to(device, draft_dtype)
+        pack(each.to(device, draft_dtype))
     notes: list[str] = []
 
     def tell(line: str) -> None:

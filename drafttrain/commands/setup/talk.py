@@ -10,6 +10,7 @@ from pathlib import Path
 from drafttrain.commands.setup.evaluation import NO_DEPTH_PAYS, as_tuned, load
 from drafttrain.commands.setup.target_and_drafter import GivenDrafter, changed_target, inflate_as
 from drafttrain.config.sections import ChatConfig
+from drafttrain.core.ops.packed_weights import pack
 from drafttrain.data.chat import answer_turn, prompt_tokens
 from drafttrain.data.records import Message, Unusable
 from drafttrain.data.template import Template
@@ -131,6 +132,7 @@ def _ready(config: ChatConfig) -> tuple[Talk, GivenDrafter]:
     size = count_parameters(given.drafter)
     dtype = choose_draft_dtype(config.hardware, device, loaded.choice.dtype, size)
     drafter = given.drafter.to(device, dtype)
+    pack(drafter)
     how = replace(how, max_new_tokens=config.chat.max_new_tokens)
     drafts = how.drafts("")  # not where `tune` chose not to speculate
     template, seed = config.data.text_format, config.run.seed

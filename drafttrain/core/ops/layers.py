@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.core.ops.grouped_attention import grouped_attention
+from drafttrain.core.ops.packed_weights import packed_linear
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.types import TargetSpec
 
@@ -154,7 +155,9 @@ class LentLinear(nn.Linear):
 
     def forward(self, values: Any, use: Callable[[Any], Any] | None = None) -> Any:
         """Return the product, or `use(values)` with tensors or collections of them."""
-        return super().forward(values) if use is None else use(values)
+        if use is None:
+            return packed_linear(values, self.weight, self.bias)
+        return use(values)
 
 
 def within_calls(modules: Sequence[nn.Module], inputs: Any, use: Callable[[Any], Any]) -> Any:
