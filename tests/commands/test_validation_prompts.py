@@ -51,6 +51,20 @@ def test_a_file_of_prompts_is_validated_by_task(tmp_path: Path) -> None:
     assert [row[0] for row in table["rows"]] == [0, 1, 2, 3, 4, 5]
 
 
+def test_training_says_what_to_expect_and_from_which_length_it_pays(tmp_path: Path) -> None:
+    rows = train(tmp_path, "run")
+    (measured,) = [row for row in rows if "val/acceptance_length" in row]
+    log = (tmp_path / "run/train.log").read_text().splitlines()
+    starts = ("acceptance lengths measured on", "speculation pays here from", "validation after")
+    expected, pays, validated = [
+        next(line for line in log if line.startswith(start)) for start in starts
+    ]
+    assert log.index(expected) < log.index(pays) < log.index(validated)
+    assert "2.26 and 1.68 from 3.2M" in expected
+    assert f"{measured['val/break_even']:.2f}, one prompt at a time" in pays
+    assert f"speculation pays here from {measured['val/break_even']:.2f}" in validated
+
+
 @pytest.mark.parametrize(
     ("value", "named"),
     [
