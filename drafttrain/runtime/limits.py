@@ -33,12 +33,8 @@ def _is_folder_name(name: str) -> bool:
     return plain and len(name.encode()) <= LONGEST_NAME
 
 
-def _are_distinct(values: list[Any]) -> bool:
-    return len(set(values)) == len(values)
-
-
 NOT_EMPTY = Limit("not be empty", bool)
-DISTINCT = Limit("be distinct values", _are_distinct)
+DISTINCT = Limit("be distinct values", lambda values: len(set(values)) == len(values))
 NAME = f"be a name without slashes, on one line, of at most {LONGEST_NAME} bytes"
 
 PositiveInt = Annotated[int, at_least(1)]

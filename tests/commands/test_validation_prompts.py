@@ -1,15 +1,19 @@
 """data.train_on, and a file of prompts as trainer.validation_prompts."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_write import drawn, evaluation
 
 from drafttrain.__main__ import main
+from drafttrain.commands.evaluate import unlike_validation
 from drafttrain.core.types import Sample
 from drafttrain.data.chat import as_trained
+from drafttrain.report.curves import training_curves
 
 
 def conversations(file: Path) -> Path:
@@ -104,3 +108,19 @@ def test_capture_refuses_what_a_store_does_not_have(
     command = ["capture", f"store.dir={tmp_path / 'store'}", "data=jsonl", f"data.path={data}"]
     assert main([*command, "data.train_on=all", "hardware=cpu"]) == 2
     assert "data.train_on must be answers" in capsys.readouterr().err
+
+
+def test_an_evaluation_says_that_its_prompts_are_unlike_those_of_validation() -> None:
+    """Its acceptance length is 3."""
+
+    def lines(length: float, **changes: Any) -> list[str]:
+        rows = [{"step": 8, "train/loss": 1.0}, {"step": 8, "val/acceptance_length": length}]
+        report = drawn() if changes.get("sampling") else evaluation()
+        return unlike_validation(dataclasses.replace(report, training=training_curves(rows)))
+
+    (line,) = lines(3.5)
+    assert line.startswith("acceptance length 3.00 here, 3.50 when the run last validated: if at ")
+    assert len(lines(2.6)) == 1
+    assert lines(3.2) == [], "within what the prompts can tell apart"
+    assert lines(3.5, sampling=True) == [], "validation is greedy"
+    assert unlike_validation(evaluation()) == [], "not trained here"
