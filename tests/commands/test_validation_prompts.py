@@ -65,8 +65,8 @@ def test_training_says_what_to_expect_and_from_which_length_it_pays(tmp_path: Pa
     ]
     assert log.index(expected) < log.index(pays) < log.index(validated)
     assert "2.26 and 1.68 from 3.2M" in expected
-    assert f"{measured['val/break_even']:.2f}, one prompt at a time" in pays
-    assert f"speculation pays here from {measured['val/break_even']:.2f}" in validated
+    assert f"{measured['perf/break_even']:.2f}, one prompt at a time" in pays
+    assert f"speculation pays here from {measured['perf/break_even']:.2f}" in validated
 
 
 @pytest.mark.parametrize(
