@@ -17,7 +17,7 @@ from drafttrain.report.tables import adaptation_table, rich_table, summary_table
 from drafttrain.report.write import pictures
 from drafttrain.runtime.run_folder import CONFIG, provenance
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.tracker import destination, open_tracker, require_tracker
+from drafttrain.runtime.tracker import ACCEPTANCE_LENGTH, destination, open_tracker, require_tracker
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -43,6 +43,8 @@ def evaluate(config: EvaluateConfig) -> None:
         for journal in journals:
             journal.finish()
         console.print(rich_table(summary_table(report)))
+        for line in unlike_validation(report):
+            console.print(line)
         if report.adaptation is not None:
             console.print(rich_table(adaptation_table(report.adaptation)))
             console.print(report.adaptation.statement)
@@ -62,6 +64,18 @@ def evaluate(config: EvaluateConfig) -> None:
         tracker.keep(f"report/{settings.name}", "report", files)
         tracker.pictures(f"report/{settings.name}", lambda: pictures(figures))
         tracker.finish()
+
+
+def unlike_validation(report: Report) -> list[str]:
+    """Return a line if greedy chains are accepted otherwise than when the run last validated."""
+    here, curves = report.summary.acceptance_length.micro or 1.0, report.training
+    comparable = not report.tree and not report.sampling.temperature
+    return [
+        f"acceptance length {here:.2f} here, {one.values[-1]:.2f} when the run last validated: if"
+        f" at depth {report.depth} too, these prompts are of other kinds; train on some like them"
+        for one in (curves.series if curves and comparable else [])
+        if one.name == ACCEPTANCE_LENGTH and abs(one.values[-1] - here) > 0.3  # 3 standard errors
+    ]
 
 
 def evaluation_table(report: Report) -> tuple[list[str], list[list[str | float | None]]]:

@@ -18,6 +18,7 @@ from drafttrain.config.sections import TrainConfig
 from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.data.batches import Batches
 from drafttrain.data.prefetch import Prefetcher
+from drafttrain.drafters.shared.publications import expectation
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.hardware import (
     TORCH_DTYPES,
@@ -46,8 +47,10 @@ from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.training.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.build import build_engine
+from drafttrain.training.forecast import forecast
 from drafttrain.training.loop import resumed
 from drafttrain.training.loop import train as run_training
+from drafttrain.training.validation import Validation
 
 
 def train(config: TrainConfig) -> None:
@@ -152,6 +155,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         f"data: {len(material.samples):,} conversations of {num_tokens:,} tokens, "
         f"{batches.num_steps(1):,} steps an epoch; {len(material.held_out)} held out"
     )
+    say(expectation(config.drafter.name))
     validation = validation_of(config, material, engine, stop, dtype)
     store = material.store
     keep, skip = trainer.keep_checkpoints, config.run.skip_damaged
@@ -168,6 +172,8 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     # What refuses to resume a run comes before anything of its record is written over.
     spec, metric, yardstick = material.source.spec, validation.metric, validation.yardstick
     state = resumed(engine, batches, checkpoints, spec, metric, yardstick, say)
+    if isinstance(validation, Validation) and (pays := validation.measure_break_even()):
+        say(f"speculation pays here from an acceptance length of {pays:.2f}, one prompt at a time")
     if engine.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / CONFIG)
@@ -187,6 +193,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         resume_step=resume_step,
         is_main=engine.is_main,
     )
+    tracker.listener = forecast(trainer.max_steps, num_tokens, drafter.depth_terms, say)
     # While rank 0 writes the record, the others must not yet defer what asks them to stop.
     engine.ranks.barrier()
     read_ahead = partial(store.read, captures=drafter.captures) if store else None

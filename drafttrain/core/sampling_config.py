@@ -7,14 +7,9 @@ from drafttrain.runtime import limits
 from drafttrain.runtime.settings import Limit, Settings
 
 SMALLEST_TEMPERATURE = 1e-4  # a smaller divisor overflows float32, and distributions become NaN
-
-
-def _is_temperature(value: float) -> bool:
-    return value == 0 or SMALLEST_TEMPERATURE <= value <= 10
-
-
+TEMPERATURE = f"be 0 (greedy) or in [{SMALLEST_TEMPERATURE}, 10]"
 Temperature = Annotated[
-    float, Limit(f"be 0 (greedy) or in [{SMALLEST_TEMPERATURE}, 10]", _is_temperature)
+    float, Limit(TEMPERATURE, lambda value: value == 0 or SMALLEST_TEMPERATURE <= value <= 10)
 ]
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import cycle, islice, takewhile
 from typing import ClassVar
 
 from torch import Tensor
 
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
+from drafttrain.core.types import Batch, Counters, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState, TrainingChance
 from drafttrain.drafters.shared.merge import merged, proposal_of
 from drafttrain.runtime import limits
@@ -73,11 +73,30 @@ class Ngram(Drafter[NgramState]):
     ) -> None:
         """Index the n-grams that got a continuation; the suffix itself has none yet."""
         for text, row, count in zip(state.texts, tokens.tolist(), counts, strict=True):
-            for token in row[:count]:
-                end = len(text.tokens)
-                for size in range(self.config.min_ngram, min(self.config.max_ngram, end) + 1):
-                    text.ends.setdefault(tuple(text.tokens[end - size :]), []).append(end)
-                text.tokens.append(token)
+            self._read(text, row[:count])
+
+    def _read(self, text: Text, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            end = len(text.tokens)
+            for size in range(self.config.min_ngram, min(self.config.max_ngram, end) + 1):
+                text.ends.setdefault(tuple(text.tokens[end - size :]), []).append(end)
+            text.tokens.append(token)
+
+    def replay(self, prompt: Sequence[int], answer: Sequence[int], depth: int) -> Counters:
+        """Return the counts of chains along a greedy answer, which is the same whoever drafts."""
+        text, counters, left = Text([]), Counters(), list(answer[1:])
+        self._read(text, [*prompt, *answer[:1]])  # the first token comes with the prefill
+        while left:
+            end = next(self._ends(text, 1), len(text.tokens))
+            drafted = text.tokens[end : end + depth]
+            right = takewhile(lambda pair: pair[0] == pair[1], zip(drafted, left, strict=False))
+            accepted = len([*right])
+            cut = accepted == len(left)  # the answer ends before the bonus token
+            if drafted:
+                counters.add(accepted if cut else len(drafted), accepted, cut=cut)
+            self._read(text, left[: accepted + 1])
+            del left[: accepted + 1]
+        return counters
 
     def expand(
         self, state: NgramState, newest: Tensor | None, parents: Tensor | None = None

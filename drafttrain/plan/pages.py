@@ -2,6 +2,7 @@
 
 from math import inf
 
+from drafttrain.drafters.shared.publications import expectation
 from drafttrain.plan.advice import Plan, ServingPlan
 from drafttrain.plan.job import Job
 from drafttrain.plan.memory import NAMES, Memory
@@ -138,6 +139,7 @@ def _training(plan: Plan) -> dict[str, str]:
         f"{disk(job.token_bytes * plan.store_tokens)} for {count(plan.store_tokens)} tokens",
         "training": f"{count(job.trained_tokens)} tokens, {job.max_steps:,} steps of "
         f"{job.load.tokens_per_step:,}; {epochs}",
+        "acceptance": expectation(job.drafter),
         "a step": f"{duration(speed.step_s)} (target's pass {duration(speed.target_s)}, bound by "
         f"{speed.bound}; drafter {duration(speed.drafter_s)}; update and all-reduce "
         f"{duration(speed.optimizer_s)})",

@@ -1,20 +1,15 @@
 """The settings of the verdict and of `compare`."""
 
 from dataclasses import dataclass
-from pathlib import Path
+from os.path import realpath
 from typing import Annotated
 
 from drafttrain.runtime import limits
 from drafttrain.runtime.settings import Limit, Settings
 
-
-def _are_distinct(runs: list[str]) -> bool:
-    return len({Path(run).resolve() for run in runs}) == len(runs)
-
-
 EXAMPLE = ": python -m drafttrain compare 'runs=[outputs/a,outputs/b]'"
 SOME_RUN = Limit("name at least one evaluated run", bool, EXAMPLE)
-DISTINCT_RUNS = Limit("name each run once", _are_distinct)
+DISTINCT_RUNS = Limit("name each run once", lambda runs: len({*map(realpath, runs)}) == len(runs))
 
 
 @dataclass(frozen=True)

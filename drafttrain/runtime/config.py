@@ -18,10 +18,6 @@ def _is_device(device: str) -> bool:
     return known and (not colon or (number.isdecimal() and kind != AUTO))
 
 
-def _is_graphs(value: object) -> bool:
-    return value == AUTO or type(value) is bool
-
-
 Dtype = Annotated[str, limits.one_of(AUTO, *DTYPES)]
 
 
@@ -41,7 +37,7 @@ class HardwareConfig(Settings):
     micro_batch: limits.PositiveInt
     ranks: limits.CountOrAuto  # of processes
     target_placement: Annotated[str, limits.one_of(*PLACEMENTS)]
-    graphs: Annotated[Any, Limit("be auto, true or false", _is_graphs)]  # whether to capture
+    graphs: Annotated[Any, limits.or_auto("be true or false", lambda _: True, bool)]  # to capture
     compile: bool
     gradient_checkpointing: bool
     accelerator: str | None

@@ -1,5 +1,6 @@
 """The limits that several settings have, and types with them."""
 
+from collections.abc import Callable
 from math import inf
 from typing import Annotated, Any
 
@@ -21,8 +22,9 @@ def one_of(*options: str) -> Limit:
     return Limit(f"be one of {', '.join(options)}", lambda value: value in options)
 
 
-def _is_count_or_auto(value: object) -> bool:
-    return value == AUTO or (type(value) is int and value >= 1)
+def or_auto(need: str, holds: Callable[[Any], object], *kinds: type) -> Limit:
+    """Return the limit to values of some types, or `auto`."""
+    return Limit(f"{need}, or {AUTO}", lambda n: n == AUTO or (type(n) in kinds and holds(n)))
 
 
 def _is_folder_name(name: str) -> bool:
@@ -31,17 +33,13 @@ def _is_folder_name(name: str) -> bool:
     return plain and len(name.encode()) <= LONGEST_NAME
 
 
-def _are_distinct(values: list[Any]) -> bool:
-    return len(set(values)) == len(values)
-
-
 NOT_EMPTY = Limit("not be empty", bool)
-DISTINCT = Limit("be distinct values", _are_distinct)
+DISTINCT = Limit("be distinct values", lambda values: len(set(values)) == len(values))
 NAME = f"be a name without slashes, on one line, of at most {LONGEST_NAME} bytes"
 
 PositiveInt = Annotated[int, at_least(1)]
 NonNegativeInt = Annotated[int, at_least(0)]
-CountOrAuto = Annotated[Any, Limit(f"be a number of at least 1, or {AUTO}", _is_count_or_auto)]
+CountOrAuto = Annotated[Any, or_auto("be a number of at least 1", lambda n: n >= 1, int)]
 PositiveFloat = Annotated[float, Limit("be above 0", lambda value: 0 < value < inf)]
 NonNegativeFloat = Annotated[float, Limit("be at least 0", lambda value: 0 <= value < inf)]
 Fraction = Annotated[float, between(0, 1)]

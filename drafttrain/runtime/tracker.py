@@ -135,6 +135,7 @@ class Tracker:
     ) -> None:
         self._path, self._name = path, name
         self.mirror: WandbMirror | TensorboardMirror | None = None
+        self.listener: Callable[[int, Mapping[str, float]], None] | None = None  # to what is logged
         self._known: set[str] = set()  # what a resumed run has of its first step already
         self._resume_step = -1 if resume_step is None else resume_step
         self._step = max(self._resume_step, 0)
@@ -158,6 +159,8 @@ class Tracker:
         again = self._known if step == self._resume_step else set()
         if new := {key: value for key, value in values.items() if key not in again}:
             self._mirrored("log", step, new)
+        if self.listener is not None:
+            self.listener(step, values)
 
     def table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[str | float | None]]

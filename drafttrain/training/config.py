@@ -8,8 +8,15 @@ from typing import Annotated, Any
 from drafttrain.runtime import limits
 from drafttrain.runtime.settings import AUTO, Limit, Settings
 
-MOST_EPOCHS = 1_000_000
+PROMPTS = Limit(
+    "be at least 1, or a file of prompts",
+    lambda n: n > 0 if type(n) is int else bool(n) and isinstance(n, str),
+)
+EPOCHS = limits.or_auto("be above 0 and at most 1,000,000", lambda n: 0 < n <= 1e6, int, float)
 SIZES = ("max_steps", "tokens_per_step", "lr", "warmup_steps", "validate_every", "save_every")
+# The most epochs of `auto`, and the most tokens, unless one epoch has more: 3.2 million of a chat
+# model's answers, read once, taught as much as a quarter of them in three (benchmarks/README.md).
+MOST_EPOCHS, MOST_READ = 3.0, 2_400_000
 # What a search found best for drafters of targets 384 wide: benchmarks/README.md. From there to the
 # published sizes of real targets, 65,536 tokens a step for 1.3 billion, leads a power of 0.6.
 TOKENS, TOKENS_PER_STEP, GROWTH = 400_000, 512, 0.6
@@ -18,22 +25,6 @@ TOKENS, TOKENS_PER_STEP, GROWTH = 400_000, 512, 0.6
 WIDTH, STEPS = 384, 400
 SMALLEST_STEP, LARGEST_STEP = 256, 65_536
 WARM_UP = 0.05  # of the steps
-
-
-def _are_epochs(value: float) -> bool:
-    return 0 < value <= MOST_EPOCHS
-
-
-def _is_rate(value: Any) -> bool:
-    return value == AUTO or (type(value) in (int, float) and value > 0)
-
-
-def _is_warm_up(value: object) -> bool:
-    return value == AUTO or (type(value) is int and value >= 0)
-
-
-def _are_prompts(value: object) -> bool:
-    return bool(value) if isinstance(value, str) else type(value) is int and value >= 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +37,12 @@ class TrainerConfig(Settings):
     section = "trainer"
 
     name: str
-    epochs: Annotated[float, Limit(f"be above 0 and at most {MOST_EPOCHS:,}", _are_epochs)]
+    epochs: Annotated[Any, EPOCHS]
     max_steps: limits.CountOrAuto
     tokens_per_step: limits.CountOrAuto
-    lr: Annotated[Any, Limit(f"be a number above 0, or {AUTO}", _is_rate)]
+    lr: Annotated[Any, limits.or_auto("be a number above 0", lambda rate: rate > 0, int, float)]
     schedule: Annotated[str, limits.one_of("cosine", "constant")]
-    warmup_steps: Annotated[Any, Limit(f"be a whole number, or {AUTO}", _is_warm_up)]
+    warmup_steps: Annotated[Any, limits.or_auto("be a whole number", lambda n: n >= 0, int)]
     final_lr_ratio: limits.Fraction
     weight_decay: limits.NonNegativeFloat
     beta1: limits.FractionBelow1
@@ -60,7 +51,7 @@ class TrainerConfig(Settings):
     max_grad_norm: limits.PositiveFloat
     log_every: limits.PositiveInt
     validate_every: limits.CountOrAuto
-    validation_prompts: Annotated[Any, Limit("be at least 1, or a file of prompts", _are_prompts)]
+    validation_prompts: Annotated[Any, PROMPTS]
     validation_tokens: limits.PositiveInt
     save_every: limits.CountOrAuto
     keep_checkpoints: limits.PositiveInt
@@ -91,16 +82,18 @@ class TrainerConfig(Settings):
             value = getattr(self, key)
             return choice if value == AUTO else value
 
-        trained = max(1, round(num_tokens * self.epochs))
+        epochs = own("epochs", min(MOST_EPOCHS, max(1.0, round(MOST_READ / max(num_tokens, 1), 1))))
+        trained = max(1, round(num_tokens * epochs))
         if self.max_steps != AUTO and self.tokens_per_step != AUTO:
             trained = self.max_steps * self.tokens_per_step
         step = TOKENS_PER_STEP * (trained / TOKENS) ** GROWTH
         step = min(max(2 ** round(math.log2(step)), SMALLEST_STEP), LARGEST_STEP)
         step = own("tokens_per_step", step)
-        steps = self.max_steps if self.max_steps != AUTO else num_steps(step, self.epochs)
+        steps = self.max_steps if self.max_steps != AUTO else num_steps(step, epochs)
         rate *= min(1.0, WIDTH / hidden_size) * min(1.0, (STEPS / steps) ** 0.5)
         return replace(
             self,
+            epochs=epochs,
             tokens_per_step=step,
             max_steps=steps,
             lr=own("lr", float(f"{rate:.2g}")),

@@ -146,7 +146,9 @@ def train(
             last = state.step >= config.max_steps
             stopping = agreement.to_stop()
             improved = False
-            if not stopping and (last or (state.step and state.step % config.validate_every == 0)):
+            early = state.step == config.max_steps // 10 >= 10  # which tells what is ahead
+            regular = state.step > 0 and state.step % config.validate_every == 0
+            if not stopping and (last or early or regular):
                 metrics = validate(partial(tick, 0))
                 stopping = metrics is None  # validation was interrupted; a resumed run repeats it
                 if metrics is not None:

@@ -1,9 +1,10 @@
 """Validation while training: acceptance in the real decode loop, on held-out conversations."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import median
+from typing import Any, cast
 
 import torch
 
@@ -14,9 +15,10 @@ from drafttrain.data.chat import prompt_of, prompt_tokens
 from drafttrain.data.evaluation_prompts import read_prompts
 from drafttrain.data.records import Message
 from drafttrain.data.template import Template
-from drafttrain.decode.loop import speculative_passes
+from drafttrain.decode.autoregressive import autoregressive_decode
+from drafttrain.decode.loop import speculative_decode, speculative_passes
 from drafttrain.decode.rows import context_of
-from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.base import LOOKUP, Drafter
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import Tell, console, silently
 from drafttrain.target.model import Target
@@ -24,6 +26,9 @@ from drafttrain.training.engine.engine import Engine
 from drafttrain.training.loop import ERROR, METRIC
 
 TOGETHER = 16  # prompts decoded in one batch
+LOOKUP_LENGTH = f"val/{LOOKUP}_acceptance_length"  # of prompt lookup, on the same answers
+BREAK_EVEN = "perf/break_even"  # the acceptance length from which speculation pays here
+TIMED, ROUNDS = 8, 2  # new tokens, and how often they are decoded, to time passes
 
 
 @dataclass(frozen=True)
@@ -71,14 +76,17 @@ class Validation:
         max_new_tokens: int,
         draft_dtype: torch.dtype,
         stop: StopRequest,
+        lookup: Callable[[Sequence[int], Sequence[int], int], Counters] | None = None,
     ) -> None:
+        """lookup: returns the counts of prompt lookup, from a prompt, its answer and the depth."""
         assert isinstance(engine.module, Drafter)
         self.target, self.engine, self.drafter = target, engine, engine.module
         deepest = self.drafter.max_depth
         self.depth = depth if deepest is None else min(depth, deepest)
         self.max_new_tokens = max_new_tokens
         self.draft_dtype = draft_dtype
-        self.stop = stop
+        self.stop, self.lookup = stop, lookup
+        self.break_even: float | None = None  # once it is measured
         positions, who = context_of(target.spec, [self.drafter])
         room = positions - max_new_tokens - self.depth
         self.prompts = [prompt for prompt in prompts if len(prompt.tokens) <= room][:most]
@@ -95,12 +103,9 @@ class Validation:
     @torch.no_grad()
     def __call__(self, tell: Tell = silently) -> dict[str, float] | None:
         """Return acceptance metrics over all ranks' prompts; None if a rank was asked to stop."""
-        drafter = self.engine.copy_of_module().eval()
-        assert isinstance(drafter, Drafter)
-        drafter.to(self.draft_dtype)
-        ranks = self.engine.ranks
+        drafter, ranks = self._copied(), self.engine.ranks
         own: list[tuple[int, dict[str, Any]]] = []
-        given_up = False
+        given_up, copied = False, Counters()
         with self.target.in_step():
             mine = self.prompts[ranks.rank :: ranks.world_size]
             for first in range(0, len(mine), TOGETHER):
@@ -110,18 +115,18 @@ class Validation:
                 if decoded is None:
                     given_up = True
                     break
-                own += [
-                    (prompt.index, vars(each.stats.trimmed))
-                    for prompt, each in zip(batch, decoded, strict=True)
-                ]
-        found = ranks.gather_objects((given_up, own))
-        if any(rank_given_up for rank_given_up, _ in found):
+                for prompt, each in zip(batch, decoded, strict=True):
+                    own.append((prompt.index, vars(each.stats.trimmed)))
+                    if self.lookup is not None:
+                        copied += self.lookup(prompt.tokens, each.tokens, self.depth)
+        found = ranks.gather_objects((given_up, own, vars(copied)))
+        if any(rank_given_up for rank_given_up, *_ in found):
             return None
-        rows = {index: Counters(**counted) for _, rank in found for index, counted in rank}
+        rows = {index: Counters(**counted) for _, rank, _ in found for index, counted in rank}
+        copied = sum((Counters(**counted) for *_, counted in found), Counters())
         self.rows = [(prompt.index, rows[prompt.index]) for prompt in self.prompts]
-        total = sum((counters for _, counters in self.rows), Counters())
-        accepted = total.num_accepted_tokens_per_position
-        positions = [*accepted, *[0] * (self.depth - len(accepted))]
+        none = Counters(num_accepted_tokens_per_position=[0] * self.depth)
+        total = sum((counters for _, counters in self.rows), none)
         drafts = max(total.num_drafts, 1)
         length = total.acceptance_length or 1.0
         off = [counters.yielded - length * counters.num_drafts for _, counters in self.rows]
@@ -129,15 +134,13 @@ class Validation:
         if len(off) > 1:  # the standard error of a ratio of sums over prompts
             variance = sum(value**2 for value in off) * len(off) / (len(off) - 1)
             metrics[f"{self.metric}{ERROR}"] = math.sqrt(variance) / drafts
-        for position, count in enumerate(positions, start=1):
+        beside = {LOOKUP_LENGTH: copied.acceptance_length, BREAK_EVEN: self.break_even}
+        metrics |= {name: value for name, value in beside.items() if value is not None}
+        for position, count in enumerate(total.num_accepted_tokens_per_position, start=1):
             metrics[f"val/acceptance_position_{position}"] = count / drafts
-        by_task: dict[str, Counters] = {}
-        for prompt in self.prompts:
-            if prompt.task is not None:
-                before = by_task.get(prompt.task, Counters())
-                by_task[prompt.task] = before + rows[prompt.index]
-        for task, counters in by_task.items():
-            metrics[f"{self.metric}/{task}"] = counters.acceptance_length or 1.0
+        for task in dict.fromkeys(prompt.task for prompt in self.prompts if prompt.task):
+            of = (rows[prompt.index] for prompt in self.prompts if prompt.task == task)
+            metrics[f"{self.metric}/{task}"] = sum(of, Counters()).acceptance_length or 1.0
         return metrics
 
     @torch.inference_mode()
@@ -165,12 +168,34 @@ class Validation:
                 return end.value
         return None
 
+    def _copied(self) -> Drafter:
+        return cast(Drafter, self.engine.copy_of_module()).eval().to(self.draft_dtype)
+
+    @torch.no_grad()
+    def measure_break_even(self) -> float | None:
+        """Return the acceptance length from which speculation pays here, for one prompt at a time.
+
+        The time of drafting and verifying over that of a plain pass: medians over a few tokens of
+        the prompt of middle length. None if trainer.validation_tokens=1 leaves no pass to time.
+        """
+        drafter, plain, cycles = self._copied(), list[float](), list[float]()
+        tokens = sorted([prompt.tokens for prompt in self.prompts], key=len)[len(self.prompts) // 2]
+        asked: Any = {"sampling": GREEDY, "chance": SeededChance(0), "stop_tokens": ()}
+        asked |= {"max_new_tokens": min(TIMED, self.max_new_tokens)}
+        with self.target.in_step():
+            for _ in range(ROUNDS * self.engine.is_main):  # in turns, as speed may drift
+                one = autoregressive_decode(self.target, tokens, **asked)
+                other = speculative_decode(self.target, drafter, tokens, policy=self.depth, **asked)
+                plain += [verify for *_, verify, _ in one.stats.passes]
+                cycles += [draft + verify for *_, draft, verify, _ in other.stats.passes]
+        pays = median(cycles) / median(plain) if plain and cycles else None
+        self.break_even = self.engine.ranks.broadcast_object(pays)
+        return self.break_even
+
     def table(self) -> tuple[list[str], list[list[float]]]:
         """Return columns and rows of all prompts in the last validation, the same on every rank."""
         columns = ["conversation", "num_drafts", "num_accepted_tokens", "acceptance_length"]
-        rows: list[list[float]] = []
-        for index, counters in self.rows:
-            drafts, accepted = counters.num_drafts, counters.num_accepted_tokens
-            length = counters.acceptance_length or 1.0
-            rows.append([float(index), float(drafts), float(accepted), length])
-        return columns, rows
+        return columns, [
+            [*map(float, (at, of.num_drafts, of.num_accepted_tokens, of.acceptance_length or 1))]
+            for at, of in self.rows
+        ]

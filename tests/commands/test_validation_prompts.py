@@ -1,15 +1,19 @@
 """data.train_on, and a file of prompts as trainer.validation_prompts."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_write import drawn, evaluation
 
 from drafttrain.__main__ import main
+from drafttrain.commands.evaluate import unlike_validation
 from drafttrain.core.types import Sample
 from drafttrain.data.chat import as_trained
+from drafttrain.report.curves import training_curves
 
 
 def conversations(file: Path) -> Path:
@@ -51,6 +55,20 @@ def test_a_file_of_prompts_is_validated_by_task(tmp_path: Path) -> None:
     assert [row[0] for row in table["rows"]] == [0, 1, 2, 3, 4, 5]
 
 
+def test_training_says_what_to_expect_and_from_which_length_it_pays(tmp_path: Path) -> None:
+    rows = train(tmp_path, "run")
+    (measured,) = [row for row in rows if "val/acceptance_length" in row]
+    log = (tmp_path / "run/train.log").read_text().splitlines()
+    starts = ("acceptance lengths measured on", "speculation pays here from", "validation after")
+    expected, pays, validated = [
+        next(line for line in log if line.startswith(start)) for start in starts
+    ]
+    assert log.index(expected) < log.index(pays) < log.index(validated)
+    assert "2.26 and 1.68 from 3.2M" in expected
+    assert f"{measured['perf/break_even']:.2f}, one prompt at a time" in pays
+    assert f"speculation pays here from {measured['perf/break_even']:.2f}" in validated
+
+
 @pytest.mark.parametrize(
     ("value", "named"),
     [
@@ -90,3 +108,19 @@ def test_capture_refuses_what_a_store_does_not_have(
     command = ["capture", f"store.dir={tmp_path / 'store'}", "data=jsonl", f"data.path={data}"]
     assert main([*command, "data.train_on=all", "hardware=cpu"]) == 2
     assert "data.train_on must be answers" in capsys.readouterr().err
+
+
+def test_an_evaluation_says_that_its_prompts_are_unlike_those_of_validation() -> None:
+    """Its acceptance length is 3."""
+
+    def lines(length: float, **changes: Any) -> list[str]:
+        rows = [{"step": 8, "train/loss": 1.0}, {"step": 8, "val/acceptance_length": length}]
+        report = drawn() if changes.get("sampling") else evaluation()
+        return unlike_validation(dataclasses.replace(report, training=training_curves(rows)))
+
+    (line,) = lines(3.5)
+    assert line.startswith("acceptance length 3.00 here, 3.50 when the run last validated: if at ")
+    assert len(lines(2.6)) == 1
+    assert lines(3.2) == [], "within what the prompts can tell apart"
+    assert lines(3.5, sampling=True) == [], "validation is greedy"
+    assert unlike_validation(evaluation()) == [], "not trained here"

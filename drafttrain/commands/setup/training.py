@@ -17,6 +17,7 @@ from drafttrain.commands.setup.target_and_drafter import (
     read_samples,
     scaling_lines,
 )
+from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.data.batches import token_counts
@@ -29,7 +30,7 @@ from drafttrain.data.chat import (
 )
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import SkipReport
-from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.base import LOOKUP, Drafter
 from drafttrain.runtime.hardware import choose_draft_dtype
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.signals import StopRequest
@@ -165,4 +166,5 @@ def validation_of(
             config.hardware, engine.device, dtype, count_parameters(engine.module)
         ),
         stop=stop,
+        lookup=load_choice("drafter", LOOKUP).build(target.spec).replay,
     )

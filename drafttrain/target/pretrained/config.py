@@ -14,6 +14,7 @@ from drafttrain.target.pretrained.size import parse_size
 REPO = re.compile(r"([\w.-]+/)?[\w.-]+")  # the Hub itself checks the finer points
 ATTENTION = ("auto", "sdpa", "eager")
 ARCHITECTURES = ("llama", "qwen3", "mistral")
+EVEN = Limit("be even (rotary pairs) and above 0", lambda size: size > 0 and size % 2 == 0)
 # Random weights up to this size are drawn on the CPU in float32, so that every device and dtype
 # gets the same ones; larger ones are drawn on their device: drawing them twice takes minutes.
 PORTABLE_PARAMETERS = 2_000_000_000
@@ -21,10 +22,6 @@ MERGE = (
     "; merge it with PEFT (merge_and_unload, then save_pretrained) and give the directory of the "
     "result as model.path"
 )
-
-
-def _is_even(size: int) -> bool:
-    return size > 0 and size % 2 == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +88,7 @@ class RandomModelConfig(ModelConfig):
     num_layers: limits.PositiveInt
     num_attention_heads: limits.PositiveInt
     num_key_value_heads: limits.PositiveInt
-    head_dim: Annotated[int, Limit("be even (rotary pairs) and above 0", _is_even)]
+    head_dim: Annotated[int, EVEN]
     rope_theta: limits.PositiveFloat
     tie_embeddings: bool
     initializer_range: float
