@@ -27,7 +27,7 @@ from drafttrain.core.chance import SeededChance
 from drafttrain.data.chat import encode, prompt_tokens
 from drafttrain.data.conversations import Conversation, JsonlConfig, read, read_asked
 from drafttrain.data.records import Message
-from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
+from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_queue
 from drafttrain.runtime import lock
 from drafttrain.runtime.signals import Stopped, StopRequest
 from drafttrain.target.answers import endpoint as endpoint_module
@@ -105,7 +105,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def local(target: Target, config: RegenerateSettings) -> Any:
     chat = ChatTokens(config, BY_TEMPLATE, target.tokenizer, target.spec, ROOM)
-    return partial(by_transformers, target=target, chat=chat, decode=autoregressive_decode_batch)
+    return partial(by_transformers, target=target, chat=chat, decode=autoregressive_queue)
 
 
 def remote(config: RegenerateSettings) -> Any:
