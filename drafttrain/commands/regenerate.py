@@ -102,10 +102,9 @@ def remote(config: RegenerateConfig, stop: StopRequest) -> tuple[dict[str, Any],
 def local(config: RegenerateConfig, chat: ChatTokens) -> tuple[dict[str, Any], Opened]:
     """Return what a target's answers depend on besides the settings, and the target, not loaded."""
     model, name = config.model, choose_device(config.hardware)
-    # Not measured: answers begun in one dtype must be continued in it. As in training by default.
-    auto, device = config.hardware.dtype == "auto", torch.device(name)
-    fast = choose_train_dtype(config.hardware, device)
-    dtype = fast if auto else TORCH_DTYPES[config.hardware.dtype]
+    # Not measured: answers begun in one dtype must be continued in it. auto: as in training.
+    device, hardware = torch.device(name), config.hardware
+    dtype = TORCH_DTYPES.get(hardware.dtype) or choose_train_dtype(hardware, device)
     identity = {
         "model": model.label,
         "target": fingerprint(model, dtype, name),
@@ -123,8 +122,7 @@ def opened(
     """Yield what answers: the target in this process, or an engine with it."""
     if config.regenerate.backend != VLLM:
         target = load_alone(config.model, config.hardware, dtype, device)
-        decode = autoregressive_queue
-        yield partial(by_transformers, target=target, chat=chat, decode=decode)
+        yield partial(by_transformers, target=target, chat=chat, decode=autoregressive_queue)
         return
     console.print("starting vLLM")
     with start_engine(

@@ -748,6 +748,18 @@ def test_the_command_answers_goes_on_and_says_what_it_did(
     assert "was started with seed=0 and would resume with seed=1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_target_answers_in_the_dtype_in_which_it_is_trained_on(
+    tiny_target_dir: Path, tmp_path: Path, dtype: str
+) -> None:
+    out = tmp_path / "a.jsonl"
+    call = ["regenerate", f"model.path={tiny_target_dir}", f"regenerate.out={out}"]
+    call += [f"data.path={written(tmp_path, PROMPTS[:1])}", "regenerate.max_new_tokens=2"]
+    hardware = ["hardware.device=cpu", "hardware.threads=1", f"hardware.train_dtype={dtype}"]
+    assert cli.main([*call, *hardware]) == 0
+    assert json.loads(out.with_suffix(".settings.json").read_text())["dtype"] == dtype
+
+
 def test_a_file_without_answers_is_an_error_and_not_the_next_step(
     endpoint: chat_server.Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
