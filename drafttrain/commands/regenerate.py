@@ -14,9 +14,9 @@ from drafttrain.config.groups import follow_up, told_target
 from drafttrain.config.sections import RegenerateConfig
 from drafttrain.data.conversations import read_asked
 from drafttrain.data.template import require_template, template_fingerprint
-from drafttrain.decode.autoregressive import autoregressive_decode_batch
+from drafttrain.decode.autoregressive import autoregressive_queue
 from drafttrain.runtime.disk import require_writable
-from drafttrain.runtime.hardware import TORCH_DTYPES, choose_device, dtype_name
+from drafttrain.runtime.hardware import TORCH_DTYPES, choose_device, choose_train_dtype, dtype_name
 from drafttrain.runtime.lock import of_answers, require_free
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
@@ -102,9 +102,9 @@ def remote(config: RegenerateConfig, stop: StopRequest) -> tuple[dict[str, Any],
 def local(config: RegenerateConfig, chat: ChatTokens) -> tuple[dict[str, Any], Opened]:
     """Return what a target's answers depend on besides the settings, and the target, not loaded."""
     model, name = config.model, choose_device(config.hardware)
-    # Not measured: answers begun in one dtype must be continued in it.
-    auto = "bfloat16" if name.startswith("cuda") else "float32"
-    dtype = TORCH_DTYPES[auto if config.hardware.dtype == "auto" else config.hardware.dtype]
+    # Not measured: answers begun in one dtype must be continued in it. auto: as in training.
+    device, hardware = torch.device(name), config.hardware
+    dtype = TORCH_DTYPES.get(hardware.dtype) or choose_train_dtype(hardware, device)
     identity = {
         "model": model.label,
         "target": fingerprint(model, dtype, name),
@@ -112,7 +112,7 @@ def local(config: RegenerateConfig, chat: ChatTokens) -> tuple[dict[str, Any], O
         "data.max_length": config.data.max_length,
         "chat template": template_fingerprint(chat.tokenizer, chat.template),
     }
-    return identity, opened(config, chat, dtype, torch.device(name))
+    return identity, opened(config, chat, dtype, device)
 
 
 @contextmanager
@@ -122,8 +122,7 @@ def opened(
     """Yield what answers: the target in this process, or an engine with it."""
     if config.regenerate.backend != VLLM:
         target = load_alone(config.model, config.hardware, dtype, device)
-        decode = autoregressive_decode_batch
-        yield partial(by_transformers, target=target, chat=chat, decode=decode)
+        yield partial(by_transformers, target=target, chat=chat, decode=autoregressive_queue)
         return
     console.print("starting vLLM")
     with start_engine(

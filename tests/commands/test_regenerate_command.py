@@ -27,7 +27,7 @@ from drafttrain.core.chance import SeededChance
 from drafttrain.data.chat import encode, prompt_tokens
 from drafttrain.data.conversations import Conversation, JsonlConfig, read, read_asked
 from drafttrain.data.records import Message
-from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
+from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_queue
 from drafttrain.runtime import lock
 from drafttrain.runtime.signals import Stopped, StopRequest
 from drafttrain.target.answers import endpoint as endpoint_module
@@ -105,7 +105,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def local(target: Target, config: RegenerateSettings) -> Any:
     chat = ChatTokens(config, BY_TEMPLATE, target.tokenizer, target.spec, ROOM)
-    return partial(by_transformers, target=target, chat=chat, decode=autoregressive_decode_batch)
+    return partial(by_transformers, target=target, chat=chat, decode=autoregressive_queue)
 
 
 def remote(config: RegenerateSettings) -> Any:
@@ -746,6 +746,18 @@ def test_the_command_answers_goes_on_and_says_what_it_did(
     assert out.read_bytes() == content
     assert cli.main([*call, "regenerate.seed=1"]) == 2
     assert "was started with seed=0 and would resume with seed=1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_target_answers_in_the_dtype_in_which_it_is_trained_on(
+    tiny_target_dir: Path, tmp_path: Path, dtype: str
+) -> None:
+    out = tmp_path / "a.jsonl"
+    call = ["regenerate", f"model.path={tiny_target_dir}", f"regenerate.out={out}"]
+    call += [f"data.path={written(tmp_path, PROMPTS[:1])}", "regenerate.max_new_tokens=2"]
+    hardware = ["hardware.device=cpu", "hardware.threads=1", f"hardware.train_dtype={dtype}"]
+    assert cli.main([*call, *hardware]) == 0
+    assert json.loads(out.with_suffix(".settings.json").read_text())["dtype"] == dtype
 
 
 def test_a_file_without_answers_is_an_error_and_not_the_next_step(

@@ -32,7 +32,7 @@ from drafttrain.data.batches import collate, pack
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.conversations import Conversation, JsonlConfig, read_asked
 from drafttrain.data.records import Message
-from drafttrain.decode.autoregressive import autoregressive_decode_batch
+from drafttrain.decode.autoregressive import autoregressive_queue
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.answers.answers_file import open_answers, regenerate
 from drafttrain.target.answers.config import RegenerateSettings
@@ -182,7 +182,7 @@ def test_three_backends_give_the_same_greedy_answers(
 ) -> None:
     def here(asked: Sequence[Conversation], config: RegenerateSettings) -> Iterator[Any]:
         chat = chat_of(target, config)
-        return by_transformers(asked, target, chat, autoregressive_decode_batch)
+        return by_transformers(asked, target, chat, autoregressive_queue)
 
     ours = run(tmp_path / "here.jsonl", asked, settings(), here)
     theirs = {

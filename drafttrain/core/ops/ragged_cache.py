@@ -53,10 +53,9 @@ class RaggedLayer(DynamicLayer):
             self.room = owner.room.layer(self.number, (key_states, value_states))
         elif self.room is None or self.room[0].shape[2] < total:
             capacity = max(total + ROOM, total + total // 2)
-            self.room = (
-                grown(self.room and self.room[0], key_states, capacity),
-                grown(self.room and self.room[1], value_states, capacity),
-            )
+            empty = key_states[:, :, :0], value_states[:, :, :0]
+            filled = empty if self.room is None else self.room
+            self.room = grown(filled[0], capacity), grown(filled[1], capacity)
         if spots is None:
             self.room[0][:, :, past : past + new] = key_states
             self.room[1][:, :, past : past + new] = value_states
@@ -86,6 +85,14 @@ class RaggedLayer(DynamicLayer):
         """Return the length of the longest row."""
         return max(self.owner.lengths, default=0)
 
+    def replace(self, rows: Int[Tensor, " new"], other: "RaggedLayer", length: int) -> None:
+        """Copy the first `length` positions of another layer's rows into these rows."""
+        assert self.room is not None, "a pass comes first"
+        if self.room[0].shape[2] < length:
+            self.room = grown(self.room[0], length), grown(self.room[1], length)
+        for room, new in zip(self.room, other.room or (), strict=True):
+            room[rows, :, :length] = new[:, :, :length]
+
     def select(self, rows: Int[Tensor, " kept"]) -> None:
         """Keep only these rows."""
         if self.room is not None:
@@ -96,13 +103,12 @@ class RaggedLayer(DynamicLayer):
             self.room = self.keys, self.values = keys, values
 
 
-def grown(filled: Tensor | None, like: Tensor, capacity: int) -> Tensor:
+def grown(filled: Tensor, capacity: int) -> Tensor:
     """Return room for `capacity` positions, which starts with the content of `filled`."""
-    rows, heads, _, width = like.shape
+    rows, heads, length, width = filled.shape
     # Zeros: garbage in a row is multiplied by a weight of zero, and NaN would stay NaN.
-    room = like.new_zeros(rows, heads, capacity, width)
-    if filled is not None:
-        room[:, :, : filled.shape[2]] = filled
+    room = filled.new_zeros(rows, heads, capacity, width)
+    room[:, :, :length] = filled
     return room
 
 
@@ -285,6 +291,16 @@ class RaggedCache(DynamicCache):
             f"cannot roll back from {self.lengths} to {list(lengths)}"
         )
         self.lengths, self.starts = list(lengths), None
+
+    def replace(self, rows: Sequence[int], other: "RaggedCache") -> None:
+        """Put the rows of another cache in place of these; neither is in a fixed room."""
+        assert (self.room, other.room) == (None, None)
+        for layer, new in zip(self.layers, other.layers, strict=True):
+            assert isinstance(layer, RaggedLayer)
+            assert isinstance(new, RaggedLayer)
+            layer.replace(send_numbers(rows, layer.device), new, max(other.lengths))
+        lengths = dict(enumerate(self.lengths)) | dict(zip(rows, other.lengths, strict=True))
+        self.lengths, self.starts = list(lengths.values()), None
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""

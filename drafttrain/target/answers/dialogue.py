@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from drafttrain.core.chance import Purpose, SeededChance, draw_of
@@ -147,38 +146,74 @@ class ChatTokens:
         dialogue.take(turn.content, tokens, len(tokens), finished)
 
 
+class InFlight:
+    """Conversations that are answered at the same time: their next prompts and their outcomes."""
+
+    def __init__(self, asked: Sequence[Conversation], chat: ChatTokens) -> None:
+        self.chat = chat
+        self.waiting: dict[int, Dialogue] = {}  # for the answer to a prompt, by its name
+        self._rest = map(Dialogue, asked)
+        self._answered: list[Dialogue] = []  # since the last outcomes
+        self._ready: list[Dialogue] = []  # for their next turn
+
+    def more(self, count: int) -> list[tuple[int, list[int]]]:
+        """Return up to `count` further prompts, each with its name; later turns come first."""
+        prompts: list[tuple[int, list[int]]] = []
+        while len(prompts) < count:
+            dialogue = self._ready.pop(0) if self._ready else next(self._rest, None)
+            if dialogue is None:
+                break
+            prompt = self.chat.next_prompt(dialogue)
+            if prompt is None:
+                self._answered.append(dialogue)
+            else:
+                self.waiting[dialogue.asked.index] = dialogue
+                prompts.append((dialogue.asked.index, prompt))
+        return prompts
+
+    def take(self, name: int, tokens: Sequence[int], refused: str | None = None) -> None:
+        """Take the answer to a prompt; refused: why there is none."""
+        dialogue = self.waiting.pop(name)
+        if refused is not None:
+            dialogue.stop("refused by vLLM", refused, final=True)
+        else:
+            self.chat.take(dialogue, tokens)
+        (self._ready if dialogue.outcome is None else self._answered).append(dialogue)
+
+    def outcomes(self) -> list[Outcome]:
+        """Return the outcomes since the last call."""
+        new, self._answered = self._answered, []
+        return [dialogue.outcome for dialogue in new if dialogue.outcome is not None]
+
+
 def by_transformers(
     asked: Sequence[Conversation],
     target: Target,
     chat: ChatTokens,
-    decode: Callable[..., Sequence[Any]],
+    decode: Callable[..., Iterator[list[tuple[int, list[int]]]]],
 ) -> Iterator[list[Outcome]]:
-    """Yield outcomes, a batch at a time; a conversation's tokens do not depend on its batch.
+    """Yield outcomes as conversations end; a conversation's tokens do not depend on its batch.
 
     Rounding is the exception: of two almost equally likely tokens, another batch may choose the
-    other. decode: the plain loop on a batch.
+    other. decode: the plain loop on a queue of prompts.
     """
     config = chat.config
-    # Prompts of similar length share a batch: less padding.
+    # Prompts of similar length are prefilled together: less padding.
     by_length = sorted(asked, key=lambda one: sum(len(turn.content) for turn in one.messages))
-    for first in range(0, len(asked), config.batch_size):
-        dialogues = [Dialogue(one) for one in by_length[first : first + config.batch_size]]
-        while True:
-            prompts = {each: chat.next_prompt(each) for each in dialogues}
-            open_ones = {each: prompt for each, prompt in prompts.items() if prompt is not None}
-            if not open_ones:
-                break
-            decoded = decode(
-                target,
-                list(open_ones.values()),
-                sampling=config.sampling,
-                max_new_tokens=config.max_new_tokens,
-                chance=SeededChance(config.seed),
-                rows=[dialogue.asked.index for dialogue in open_ones],
-            )
-            for dialogue, answer in zip(open_ones, decoded, strict=True):
-                chat.take(dialogue, answer.tokens)
-        yield [dialogue.outcome for dialogue in dialogues if dialogue.outcome is not None]
+    conversations = InFlight(by_length, chat)
+    for answers in decode(
+        target,
+        conversations.more,
+        sampling=config.sampling,
+        max_new_tokens=config.max_new_tokens,
+        chance=SeededChance(config.seed),
+        batch_size=config.batch_size,
+    ):
+        for name, tokens in answers:
+            conversations.take(name, tokens)
+        if outcomes := conversations.outcomes():
+            yield outcomes
+    yield conversations.outcomes()
 
 
 def by_vllm(
@@ -189,32 +224,19 @@ def by_vllm(
     Every conversation and turn is sampled with its own seed; whether the tokens are the same in
     another batch depends on vLLM's kernels.
     """
-    config, rest = chat.config, iter(asked)
-    waiting: dict[int, Dialogue] = {}
-    ready: list[Dialogue] = []  # for their next turn
+    config, conversations = chat.config, InFlight(asked, chat)
     while True:
-        ready += map(Dialogue, islice(rest, in_flight - len(waiting) - len(ready)))
-        if not ready and not waiting:
+        for name, prompt in conversations.more(in_flight - len(conversations.waiting)):
+            engine.submit(
+                name,
+                prompt,
+                sampling=config.sampling,
+                max_new_tokens=config.max_new_tokens,
+                seed=conversations.waiting[name].seed(config.seed),
+                stop_tokens=chat.spec.eos_token_ids,
+            )
+        yield conversations.outcomes()
+        if not conversations.waiting:
             return
-        for dialogue in ready:
-            prompt = chat.next_prompt(dialogue)
-            if prompt is not None:
-                waiting[dialogue.asked.index] = dialogue
-                engine.submit(
-                    dialogue.asked.index,
-                    prompt,
-                    sampling=config.sampling,
-                    max_new_tokens=config.max_new_tokens,
-                    seed=dialogue.seed(config.seed),
-                    stop_tokens=chat.spec.eos_token_ids,
-                )
-        yield [dialogue.outcome for dialogue in ready if dialogue.outcome is not None]
-        ready = []
-        if waiting:
-            answer = engine.next_answer()
-            dialogue = waiting.pop(answer.name)
-            ready.append(dialogue)
-            if answer.refused is not None:
-                dialogue.stop("refused by vLLM", answer.refused, final=True)
-            else:
-                chat.take(dialogue, answer.tokens)
+        answer = engine.next_answer()
+        conversations.take(answer.name, answer.tokens, answer.refused)
