@@ -44,6 +44,21 @@ class Readout:
             vars(self)["_float32_head"] = made
         return made[1]
 
+    def with_rows(self, ids: Int[Tensor, " row"]) -> "Readout":
+        """Return the readout whose head has these rows alone: its logits are of these ids.
+
+        The rows are copied once, and again if `ids` is another tensor or the head has changed.
+        """
+        now = id(ids), 0 if self.head.is_inference() else self.head._version
+        made: tuple[tuple[int, int], Tensor, Readout] | None = vars(self).get("_with_rows")
+        if made is None or made[0] != now:
+            with torch.inference_mode(False):  # validation comes first, and then training
+                bias = None if self.head_bias is None else self.head_bias[ids]
+                # `ids` is kept too, so that its id is of no other tensor.
+                made = now, ids, replace(self, head=self.head[ids], head_bias=bias)
+            vars(self)["_with_rows"] = made
+        return made[2]
+
     def embed(self, tokens: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
         """Return the embedding that the target's first layer reads."""
         embedded = functional.embedding(tokens, self.embedding)
