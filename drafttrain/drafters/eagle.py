@@ -195,6 +195,8 @@ class Eagle(LayerDrafter):
             distance = losses.feature_regression(state[at.clamp(min=0)], truth)
             regression.append(torch.where(counted, distance, 0).sum())
         terms = [replace(term, weight=config.token_weight) for term in loss_terms(weights, sums)]
+        if self.vocab is None:
+            terms = [replace(term, uncovered=None) for term in terms]
         count = torch.stack([term.count for term in terms]).sum()
         feature = LossTerm(config.feature_weight, torch.stack(regression).sum(), count)
         return {"feature": feature, **dict(zip(self.depth_terms, terms, strict=True))}
