@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.core.ops.layer_calls import wide_dtype
-from drafttrain.core.ops.packed_weights import packed_linear
+from drafttrain.core.ops.packed_weights import pack, packed_linear
 from drafttrain.core.ops.products import wide_linear
 
 
@@ -44,6 +44,24 @@ class Readout:
             made = self.head._version, self.head.to(wide_dtype(self.head))
             vars(self)["_float32_head"] = made
         return made[1]
+
+    def with_rows(self, ids: Int[Tensor, " row"]) -> "Readout":
+        """Return the readout whose head has these rows alone: its logits are of these ids.
+
+        The rows are copied once, and again if `ids` is another tensor or the head has changed.
+        """
+        now = id(ids), 0 if self.head.is_inference() else self.head._version
+        made: tuple[tuple[int, int], Tensor, Readout] | None = vars(self).get("_with_rows")
+        if made is None or made[0] != now:
+            with torch.inference_mode(False):  # validation comes first, and then training
+                bias = None if self.head_bias is None else self.head_bias[ids]
+                head = self.head[ids]
+                if hasattr(self.head, "packed"):
+                    pack(nn.Module(), head)
+                # `ids` is kept too, so that its id is of no other tensor.
+                made = now, ids, replace(self, head=head, head_bias=bias)
+            vars(self)["_with_rows"] = made
+        return made[2]
 
     def embed(self, tokens: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
         """Return the embedding that the target's first layer reads."""

@@ -35,18 +35,19 @@ class DraftVocab:
 
     @classmethod
     def most_frequent(
-        cls, token_counts: Int[Tensor, " vocab"], size: int, coverage: float
+        cls, token_counts: Int[Tensor, " vocab"], size: int, coverage: float | None
     ) -> "DraftVocab | None":
-        """Return a vocabulary of the most frequent ids: `coverage` of the tokens, at most `size`.
+        """Return a vocabulary of the `size` most frequent ids, or of fewer that have `coverage`.
 
-        Their number is rounded up to a multiple of 64 for the hardware; ties go to the lower id.
-        None if no id is left out.
+        coverage: the share of the tokens that is enough; their number is rounded up to a multiple
+        of 64 for the hardware. Ties go to the lower id. None if no id is left out.
         """
-        vocab_size = len(token_counts)
+        vocab_size, kept = len(token_counts), size
         order = token_counts.argsort(descending=True, stable=True)
-        cumulative = token_counts[order].cumsum(0).double()
-        needed = int((cumulative < coverage * cumulative[-1]).sum()) + 1
-        kept = min(size, -(-needed // 64) * 64)
+        if coverage is not None:
+            cumulative = token_counts[order].cumsum(0).double()
+            needed = int((cumulative < coverage * cumulative[-1]).sum()) + 1
+            kept = min(size, -(-needed // 64) * 64)
         if kept >= vocab_size:
             return None
         return cls.of(order[:kept].sort().values, vocab_size)

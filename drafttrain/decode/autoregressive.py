@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafttrain.core.chance import Chance, Purpose, draw_of
 from drafttrain.core.ops.ragged_cache import RaggedCache, padded_rows
-from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling import most_likely, probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Decoded
@@ -28,7 +28,7 @@ def emit(
 ) -> Int[Tensor, " batch"]:
     """Return the next token of each row, chosen from the target's logits."""
     if sampling.greedy:
-        return logits.argmax(-1)
+        return most_likely(logits)
     return chance.choose(probabilities(logits, sampling), rows, starts, draw_of(0, Purpose.EMIT))
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from drafttrain.core.chance import Chance, Purpose, draw_of
-from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling import most_likely, probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Proposal
@@ -113,7 +113,7 @@ def best_children(
 ) -> Int[Tensor, "batch node"]:
     """Return the most likely tokens that a level asks for, as target ids."""
     most = max(level.ranks) + 1
-    best = logits.argmax(-1, keepdim=True) if most == 1 else logits.topk(most, dim=-1).indices
+    best = most_likely(logits)[..., None] if most == 1 else logits.topk(most, dim=-1).indices
     if len(level.nodes) == 1:
         tokens = best[..., 0]
     else:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from drafttrain.core.chance import Chance
 from drafttrain.core.ops.ragged_cache import RaggedCache, padded_rows
-from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling import most_likely, probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Counters, Decoded, Members, Proposal, TargetFeatures, Verdict
@@ -56,7 +56,7 @@ def verify(
 ) -> Verdict:
     """Return the verdict of the rule on every node, given the target's logits."""
     if sampling.greedy and rule.lossless:
-        return verify_greedy(proposal, logits.argmax(-1))
+        return verify_greedy(proposal, most_likely(logits))
     probs = probabilities(logits, sampling)
     if isinstance(rule, Block):
         return verify_block(proposal, probs, chance, rows, starts)

@@ -138,6 +138,8 @@ class Drafter(nn.Module, ABC, Generic[State]):
     spec: TargetSpec
     captures: tuple[int, ...]  # target layers it reads; final_hidden is always included
     vocab: DraftVocab | None = None  # None: drafts over the target's whole vocabulary
+    # Whether its reduced vocabulary is rows of the target's head, which it copies.
+    copies_head = False
     # How many positions before a trained token its loss reads features of (None: all of them). A
     # store may leave out the others.
     reach: int | None = None

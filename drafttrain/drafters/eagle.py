@@ -4,7 +4,7 @@ With `unroll` above 1 it trains on its own features too, as HASS does (Zhang et 
 arXiv:2408.15766).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.core import losses
-from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.chunked_losses import (
     OutputHead,
     TargetProbs,
@@ -30,7 +29,7 @@ from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, Targe
 from drafttrain.drafters.base import TrainingChance, rows_at
 from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
 from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
-from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
+from drafttrain.drafters.shared.layer import LayerDrafter, LayerState, ReducedConfig
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.drafters.shared.publications import About, quoted, spec_bench
 from drafttrain.runtime import limits
@@ -39,7 +38,7 @@ INPUTS = "tokens", "features"  # of `fc`, in this order
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig(DepthLossConfig, LayerConfig):
+class EagleConfig(ReducedConfig):
     """Shape and loss of EAGLE-1; its width is the target's, because it uses the target's head.
 
     token_weight: the weight of all `losses` together, as feature_weight is of the regression.
@@ -109,7 +108,11 @@ class Eagle(LayerDrafter):
         self.embed_tokens = self.own_embedding()
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
-        """Choose the factor of embeddings; a fresh table of its own is as large as features."""
+        """Choose the factor of embeddings, and the tokens that can be drafted.
+
+        A fresh table of its own is as large as features.
+        """
+        self.reduce_to_frequent(token_counts)
         if self.embed_tokens is None:
             self.scale.prepare(readout)
 
@@ -175,10 +178,13 @@ class Eagle(LayerDrafter):
         truth = features.final_hidden[rows, columns - 1]
         order = torch.arange(len(rows), device=rows.device)
         chains = FirstMiss.along_text(config, rows, columns, len(states))
-        weights, head = [1.0] * len(states), OutputHead.of(readout)
+        weights, head = [1.0] * len(states), OutputHead.of(self.draft_readout(readout))
+        labels = batch.tokens[rows, columns]
+        if self.vocab is not None:
+            labels = self.vocab.draft_ids[labels]
         sums = chunked_losses(
-            *(config, weights, [head], states, places, batch.tokens[rows, columns]),
-            TargetProbs(readout, truth, order, None),
+            *(config, weights, [head], states, places, labels),
+            TargetProbs(readout, truth, order, self.vocab),
             first_miss=chains,
         )
         regression = []
@@ -188,10 +194,9 @@ class Eagle(LayerDrafter):
                 counted = counted & chains.counts(depth, order)
             distance = losses.feature_regression(state[at.clamp(min=0)], truth)
             regression.append(torch.where(counted, distance, 0).sum())
-        terms = [
-            LossTerm(config.token_weight, term.sum, term.count, term.correct)
-            for term in loss_terms(weights, sums)
-        ]
+        terms = [replace(term, weight=config.token_weight) for term in loss_terms(weights, sums)]
+        if self.vocab is None:
+            terms = [replace(term, uncovered=None) for term in terms]
         count = torch.stack([term.count for term in terms]).sum()
         feature = LossTerm(config.feature_weight, torch.stack(regression).sum(), count)
         return {"feature": feature, **dict(zip(self.depth_terms, terms, strict=True))}
@@ -220,7 +225,7 @@ class Eagle(LayerDrafter):
             "model_type": "llama",
             **self.serving_keys(),
         }
-        tensors = dict(self.state_dict())
+        tensors = self.own_tensors()
         tensors.pop("scale.factor", None)
         for name, columns in zip(INPUTS, (slice(width), slice(width, None)), strict=True):
             if name not in self.config.reads:  # an engine reads both

@@ -1,6 +1,5 @@
 """EAGLE-3: fused features and training-time test (Li et al., 2025, arXiv:2503.01840)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.chunked_losses import OutputHead
 from drafttrain.core.ops.layer_calls import compiled, device_of, dtype_of, recomputed
 from drafttrain.core.ops.layers import (
@@ -30,9 +28,9 @@ from drafttrain.drafters.base import TrainingChance, draft_vocab_size, rows_at, 
 from drafttrain.drafters.serving.eagle3_layouts import VARIANTS, Eagle3Layout
 from drafttrain.drafters.serving.layer_ids import LAYER_IDS, usual_layers, written_for_sglang
 from drafttrain.drafters.shared.layer import (
-    LayerConfig,
     LayerDrafter,
     LayerState,
+    ReducedConfig,
     layers_to_capture,
 )
 from drafttrain.drafters.shared.publications import About, quoted, spec_bench
@@ -43,7 +41,7 @@ Hidden = Float[Tensor, "batch seq hidden"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusingConfig(DepthLossConfig, LayerConfig):
+class FusingConfig(ReducedConfig):
     """What drafters of fused features have in common; null takes the target's, or the usual."""
 
     layers: limits.DistinctLayers | None
@@ -51,7 +49,6 @@ class FusingConfig(DepthLossConfig, LayerConfig):
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
-    draft_vocab_size: limits.PositiveInt
     draft_vocab_coverage: limits.PositiveFraction
     unroll: limits.PositiveInt
     depth_decay: limits.PositiveFraction
@@ -154,6 +151,7 @@ class Eagle3(LayerDrafter):
         ),
         *spec_bench({"Vicuna 13B": (3.02, 5.71)}),
     )
+    copies_head = False
     config: FusingConfig
 
     def __init__(self, config: FusingConfig, spec: TargetSpec) -> None:
@@ -175,32 +173,20 @@ class Eagle3(LayerDrafter):
         self.embed_tokens = self.own_embedding()
 
     def reduce(self, vocab: DraftVocab) -> None:
-        self.vocab = vocab
+        super().reduce(vocab)
         place = {"device": device_of(self), "dtype": self.lm_head.weight.dtype}
         self.lm_head = LentLinear(self.shape.hidden_size, vocab.size, bias=False, **place)
-        self.register_buffer("target_ids", vocab.target_ids)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Choose the draft vocabulary; copy the target's norm and the kept rows of its head."""
-        config = self.config
-        counts = token_counts.to(device_of(self))
-        size, coverage = config.draft_vocab_size, config.draft_vocab_coverage
-        vocab = DraftVocab.most_frequent(counts, size, coverage)
-        if vocab is not None:
-            self.reduce(vocab)
+        self.reduce_to_frequent(token_counts, self.config.draft_vocab_coverage)
         if self.shape.hidden_size != self.spec.hidden_size:
             return  # the target's weights have another width
         if self.embed_tokens is not None:
             start_with(self.embed_tokens, readout.embedding)
-        head = readout.head if vocab is None else readout.head[vocab.target_ids]
+        head = readout.head if self.vocab is None else readout.head[self.vocab.target_ids]
         start_with(self.lm_head, head)
         start_with(self.norm, readout.norm)
-
-    def outline(self, target: Callable[[], Any]) -> None:
-        """Take the largest draft vocabulary; fewer tokens may cover the data."""
-        kept, size = self.config.draft_vocab_size, self.spec.vocab_size
-        if kept < size:
-            self.reduce(DraftVocab.of(torch.arange(kept, device="cpu"), size))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return the token losses of every unrolled depth, weighted by decay**depth (section 3.2).
@@ -323,8 +309,7 @@ class Eagle3(LayerDrafter):
                 "use_aux_hidden_state": True,
             }
         config["num_aux_hidden_states"] = len(self.captures)
-        tensors = dict(self.state_dict())
-        tensors.pop("target_ids", None)
+        tensors = self.own_tensors()
         if self.vocab is not None:
             tensors["d2t"], tensors["t2d"] = self.vocab.d2t, self.vocab.t2d
         return config, tensors

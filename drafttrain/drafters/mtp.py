@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.core.losses import DepthLossConfig
+from drafttrain.core.ops.chunked_losses import OutputHead
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import LayerShape, RMSNorm, Rotation, attend_cached
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
@@ -21,7 +21,7 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import TrainingChance, rows_at, start_with
 from drafttrain.drafters.serving.mtp_layout import MIMO, VARIANTS, MTPLayout, in_file
-from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
+from drafttrain.drafters.shared.layer import LayerDrafter, LayerState, ReducedConfig
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.drafters.shared.publications import About, quoted
 from drafttrain.drafters.shared.text_losses import losses_along_text
@@ -32,7 +32,7 @@ NO_TOKEN = -1  # embedded as zero
 
 
 @dataclass(frozen=True, kw_only=True)
-class MTPConfig(DepthLossConfig, LayerConfig):
+class MTPConfig(ReducedConfig):
     """Shape and loss of an MTP module; embedding and head are the target's.
 
     variant: mimo reads the target's last hidden state before its final norm, and no token at
@@ -95,7 +95,8 @@ class MTP(LayerDrafter):
         self.embed_tokens = None
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
-        """Copy the target's final norm: the head is made for what it gives."""
+        """Choose the tokens to draft; copy the final norm, which the head is made for."""
+        self.reduce_to_frequent(token_counts)
         start_with(self.layer.final_layernorm, readout.norm)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
@@ -120,8 +121,11 @@ class MTP(LayerDrafter):
             past = [*past, newest]
             states.append(hidden.flatten(0, 1))
         predictions = unrolled_predictions(batch, config.unroll)
-        told = states, predictions, batch, features
-        terms = losses_along_text(config, config.depth_decay, *told)
+        terms = losses_along_text(
+            *(config, config.depth_decay, states, predictions, batch, features),
+            heads=lambda: [OutputHead.of(self.draft_readout(readout))],
+            vocab=self.vocab,
+        )
         return dict(zip(self.depth_terms, terms, strict=True))
 
     def _step(
@@ -177,4 +181,4 @@ class MTP(LayerDrafter):
             "qk_norm": self.shape.qk_norm,
             "attention_output_bias": self.shape.attention_output_bias,
         }
-        return config, in_file(self.state_dict(), self.config.variant)
+        return config, in_file(self.own_tensors(), self.config.variant)

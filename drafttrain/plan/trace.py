@@ -308,7 +308,8 @@ def trace(
         num_trained=sum(p.numel() for p in trainable),
         num_muon=sum(p.numel() for p in by_muon),
         muon_flops=tuple(newton_schulz_flops(*p.shape) for p in by_muon),
-        num_kept=sum(b.numel() for b in drafter.buffers() if b.dim() > 1),
+        num_kept=sum(b.numel() for b in drafter.buffers() if b.dim() > 1)
+        + (vocab * spec.hidden_size if drafter.copies_head and vocab < spec.vocab_size else 0),
         largest=max(sizes),
         captures=drafter.captures,
         draft_vocab=vocab,
@@ -381,6 +382,8 @@ def _draft(drafter: Drafter, dtype: torch.dtype) -> DraftCost:
     """Return the cost of reading a text and drafting twice, for one row."""
     readout, batch, features = _inputs(drafter, dtype, TRACED, 0)
     weights = [*drafter.parameters(), *drafter.buffers(), readout.head]
+    if drafter.copies_head and drafter.vocab is not None:
+        weights.append(readout.with_rows(drafter.vocab.target_ids).head)
     last = {layer: hidden[:, -1:] for layer, hidden in features.captured.items()}
     newest = TargetFeatures(last, features.final_hidden[:, -1:], readout)
     token = batch.tokens[:, -1:]

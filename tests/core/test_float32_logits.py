@@ -110,3 +110,25 @@ def test_a_confidence_is_not_rounded_before_its_loss() -> None:
     read = torch.cat([states, embedded], dim=-1).double()
     expected = read @ head.proj.weight[0].double() + head.proj.bias.double()
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_a_head_are_copied_once_and_again_when_it_changes() -> None:
+    head, bias = torch.randn(9, 4), torch.randn(9)
+    readout = Readout(torch.randn(9, 4), head, head_bias=bias, logit_scale=2.0, soft_cap=3.0)
+    ids, hidden = torch.tensor([1, 4, 8]), torch.randn(2, 5, 4)
+    rows = readout.with_rows(ids)
+    torch.testing.assert_close(rows.logits(hidden), readout.logits(hidden)[..., ids])
+    assert readout.with_rows(ids) is rows
+    other = readout.with_rows(torch.tensor([0, 4, 8]))
+    torch.testing.assert_close(other.logits(hidden), readout.logits(hidden)[..., [0, 4, 8]])
+    head.mul_(2)
+    changed = readout.with_rows(ids).logits(hidden)
+    torch.testing.assert_close(changed, readout.logits(hidden)[..., ids])
+    assert not torch.equal(changed, rows.logits(hidden))
+    head.mul_(2)
+    with torch.inference_mode():
+        readout.with_rows(ids)
+    readout.with_rows(ids).logits(
+        hidden.requires_grad_()
+    ).sum().backward()  # validated, then trained
+    assert hidden.grad is not None

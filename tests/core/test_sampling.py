@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling import most_likely, probabilities
 from drafttrain.core.sampling_config import Sampling
 
 
@@ -47,3 +47,15 @@ def test_top_k_keeps_exactly_k_and_comes_before_top_p() -> None:
 def test_temperature_zero_is_the_first_of_the_largest() -> None:
     probs = probabilities(torch.tensor([[1.0, 3.0, 3.0]]), Sampling(0.0, 0, 0.5))
     assert probs.tolist() == [[0.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.usefixtures("seeded")
+def test_the_most_likely_token_is_the_one_of_argmax(dtype: torch.dtype) -> None:
+    """Also among equals, at the ends of a row, beside NaN and where every logit is -inf."""
+    logits = torch.randn(64, 5, 999).mul(3).round().to(dtype)  # nothing but ties
+    logits[0, 0, 17] = torch.nan
+    logits[1, 1] = -torch.inf
+    logits[2, 2, -1], logits[3, 3, 0] = 99, 99
+    assert torch.equal(most_likely(logits), logits.argmax(-1))
+    assert torch.equal(most_likely(logits.transpose(1, 2)), logits.transpose(1, 2).argmax(-1))

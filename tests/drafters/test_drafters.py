@@ -48,6 +48,8 @@ TINY: dict[str, dict[str, Any]] = {
     "dflash/input": {"block_size": 5, "num_layers": 2, "gamma": 2.0, "fusion": "input"},
     "dflash2": {"block_size": 5, "num_layers": 2, "gamma": 2.0, "selector_rank": 12},
     "dspark": {"block_size": 5, "num_layers": 2, "gamma": 2.0, "markov_rank": 8},
+    "eagle/reduced": {"draft_vocab_size": 64},
+    "mtp/reduced": {"draft_vocab_size": 64},
     "eagle3": {"draft_vocab_coverage": 0.85},
     "eagle3_1": {"draft_vocab_coverage": 0.85},
     "p_eagle": {"draft_vocab_coverage": 0.85, "num_layers": 2, "unroll": 4, "cod_ratio": 1.0},
@@ -333,6 +335,11 @@ def test_stepped_expansion_gives_the_loss_of_the_training_forward(
             )
 
 
+def logits_of_target(target: Target, features: TargetFeatures, ahead: int) -> torch.Tensor:
+    """The target's logits of the token at `ahead`."""
+    return target.readout.logits(features.final_hidden[:, ahead - 1])
+
+
 def expected_loss(
     name: str,
     drafter: Drafter,
@@ -343,17 +350,20 @@ def expected_loss(
     ahead: int,
 ) -> torch.Tensor:
     """The family's loss on the token at `ahead`, from its definition."""
-    name = name.split("/")[0]
+    name, label = name.split("/")[0], torch.tensor([tokens[ahead]])
+    if name == "mtp" and drafter.vocab is not None:
+        label = drafter.vocab.draft_ids[label]
+        if drafter.vocab.draft_ids[logits_of_target(target, features, ahead).argmax()] < 0:
+            return torch.tensor(0.0)
     if name in ("medusa", "dflash", "hydra_heads", "mlp_speculator", "mtp", "redrafter"):
-        return losses.hard_cross_entropy(logits, torch.tensor([tokens[ahead]])).sum()
-    distribution = target.readout.logits(features.final_hidden[:, ahead - 1])
+        return losses.hard_cross_entropy(logits, label).sum()
+    distribution = logits_of_target(target, features, ahead)
     if name == "hass":
         probs = distribution.softmax(-1)
         return (
             0.1 * losses.soft_cross_entropy(logits, probs) + losses.top_k(logits, probs, 10)
         ).sum()
     config = drafter.config
-    label = torch.tensor([tokens[ahead]])
     if drafter.vocab is not None:
         if drafter.vocab.draft_ids[distribution.argmax()] < 0:
             return torch.tensor(0.0)

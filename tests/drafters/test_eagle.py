@@ -8,6 +8,7 @@ from builders import drafter_config, model_config
 from test_drafters import as_batch, losses_of, random_drafter
 
 from drafttrain.core.types import Batch, TargetFeatures
+from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.target.model import Target, load_target
 
@@ -55,3 +56,68 @@ def test_an_engine_that_reads_both_inputs_computes_the_same(read: str, target: T
 def test_what_it_cannot_read_is_refused(reads: list[str]) -> None:
     with pytest.raises(ValueError, match=r"drafter\.reads must be one or both of tokens, features"):
         drafter_config("eagle", reads=reads)
+
+
+# A reduced vocabulary (FR-Spec): rows of the target's head, chosen once, saved with the weights
+
+
+@pytest.mark.parametrize("name", ["eagle", "mtp"])
+def test_the_most_frequent_tokens_are_drafted_and_ties_go_to_the_lowest_ids(
+    name: str, target: Target
+) -> None:
+    drafter, size = drafter_config(name, draft_vocab_size=5).build(target.spec), 97
+    counts = torch.zeros(size, dtype=torch.long)
+    counts[[90, 40, 7]] = torch.tensor([3, 2, 1])
+    drafter.prepare(counts, target.readout)
+    assert drafter.vocab is not None
+    assert drafter.vocab.target_ids.tolist() == [0, 1, 7, 40, 90]
+    assert "target_ids" in drafter.state_dict()
+
+
+@pytest.mark.parametrize("size", [None, 97, 16384])
+def test_a_small_vocabulary_stays_whole(size: int | None, target: Target) -> None:
+    drafter = random_drafter("eagle", target, draft_vocab_size=size)
+    assert drafter.vocab is None
+    assert "target_ids" not in drafter.state_dict()
+
+
+@pytest.mark.parametrize("name", ["eagle", "mtp", "hass"])
+@torch.no_grad()
+def test_reduced_logits_are_those_of_the_whole_vocabulary_without_the_others(
+    name: str, target: Target
+) -> None:
+    """Of weights that were loaded: the map comes with them, and without one they know all."""
+    made = random_drafter(name, target, draft_vocab_size=30).double()
+    reduced = random_drafter(name, target).double()
+    reduced.load_weights(made.state_dict())
+    whole = drafter_config(name, draft_vocab_size=30).build(target.spec).double().eval()
+    whole.load_weights({n: t for n, t in made.state_dict().items() if n != "target_ids"})
+    assert reduced.vocab is not None
+    assert whole.vocab is None
+    tokens = torch.tensor([[1, 20, 33, 41, 20, 52]])
+    _, features = target.step(target.begin(), tokens[:, :-1], made.captures)
+    logits = []
+    for drafter in (whole, reduced):
+        state = drafter.begin(target.readout, tokens[:, 0], 20)
+        drafter.observe(state, tokens[:, 1:], [5], features)
+        logits.append([drafter.expand(state, None), drafter.expand(state, tokens[:, :1])])
+    for one, other in zip(*logits, strict=True):
+        torch.testing.assert_close(one[..., reduced.vocab.target_ids], other)
+
+
+@torch.no_grad()
+def test_features_are_learned_where_the_token_cannot_be_drafted(target: Target) -> None:
+    """The loss on tokens leaves such a position out and says so; the regression does not."""
+    drafter = random_drafter("eagle", target)
+    assert isinstance(drafter, Eagle)
+    batch = as_batch([1, 20, 33, 41, 20, 52])
+    whole = losses_of(drafter, target, batch)
+    features = target.features(batch, ())
+    choices = target.readout.logits(features.final_hidden)[0, 1:-1].argmax(-1)
+    drafter.reduce(DraftVocab.of(choices[:1], 97))
+    reduced = losses_of(drafter, target, batch)
+    assert torch.equal(reduced["feature"].sum, whole["feature"].sum)
+    uncovered = reduced["depth_1"].uncovered
+    assert uncovered is not None
+    assert int(uncovered) == int((choices != choices[0]).sum()) > 0
+    assert torch.equal(reduced["depth_1"].count, whole["depth_1"].count)

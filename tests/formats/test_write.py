@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from drafttrain.core.readout import Readout
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Counters, DecodeStats, PromptResult, TargetFeatures, TargetSpec
+from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.ngram import NgramConfig
@@ -675,6 +676,32 @@ def test_serve_commands_name_target_drafter_method_and_depth(tmp_path: Path) -> 
     assert '"model": "ada/tiny-medusa"' in pushed.commands["vLLM"]
     assert "SGLang" not in pushed.commands
     assert "No SGLang command: SGLang 0.5.23 has no Medusa." in pushed.notes
+
+
+@torch.no_grad()
+def test_sglang_gets_the_tokens_that_a_reduced_eagle_drafts(tmp_path: Path) -> None:
+    """vLLM drafts from all tokens: its files are the usual ones, and a note says so."""
+    drafter = drafter_of("eagle")
+    plain = export(drafter, tmp_path / "plain")
+    config = drafter_config("eagle", feature_noise=0.0, draft_vocab_size=50)
+    reduced = config.build(drafter.spec)
+    reduced.load_weights(drafter.state_dict())
+    reduced.reduce(DraftVocab.of(torch.arange(3, 153, 3), VOCAB))
+    for overwrite in (False, True):
+        done = export(reduced, tmp_path / "its map", overwrite=overwrite)
+    file = tmp_path / "its map" / "token_map.pt"
+    assert torch.load(file, weights_only=True) == list(range(3, 153, 3))
+    assert {*done.sizes} == {*plain.sizes} | {"token_map.pt"}
+    assert shlex.split(done.commands["SGLang"])[-2:] == ["--speculative-token-map", str(file)]
+    assert "token-map" not in done.commands["vLLM"] + str(plain.commands)
+    assert any("not from the 50 tokens" in note for note in done.notes)
+    assert not any("whole vocabulary" in note for note in plain.notes)
+    one, other = (load_file(tmp_path / n / "model.safetensors") for n in ("plain", "its map"))
+    assert one.keys() == other.keys()
+    pushed = export(reduced, tmp_path / "pushed", push="ada/tiny-eagle")
+    assert pushed.commands["SGLang"].endswith("--speculative-token-map ada/tiny-eagle/token_map.pt")
+    card = (tmp_path / "its map" / "README.md").read_text()
+    assert "--speculative-token-map DRAFTER/token_map.pt" in card
 
 
 @pytest.mark.parametrize("kind", ["vllm", "speculators"])

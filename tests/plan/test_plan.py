@@ -199,6 +199,7 @@ DRAFTERS = [
     ("eagle3", {"unroll": 2, "draft_vocab_size": 9000, "fc_norm": True, "own_embedding": True}),
     ("eagle", {}),
     ("eagle", {"fc_bias": True, "qk_norm": True}),
+    ("eagle", {"draft_vocab_size": 512}),
     ("medusa", {}),
     ("medusa", {"num_layers": 2, "losses": {"soft_cross_entropy": 1.0}}),
     ("small_lm", {}),
@@ -1133,3 +1134,17 @@ def test_what_cannot_be_planned_is_said(override: str, said: str) -> None:
         pytest.skip("there is a GPU to plan for")
     with pytest.raises(ValueError, match=said):
         planned(override)
+
+
+@pytest.mark.parametrize("name", ["eagle", "mtp"])
+def test_the_rows_of_the_head_that_a_drafter_copies_are_counted(name: str) -> None:
+    of = shape(vocab_size=1000)
+    whole, reduced = (
+        traced(drafter_config(name, draft_vocab_size=size), of) for size in (None, 600)
+    )
+    fewer = (1000 - 600) * of.hidden_size
+    assert (whole.draft_vocab, reduced.draft_vocab) == (1000, 600)
+    assert reduced.num_served - whole.num_served == 600 * of.hidden_size
+    one, other = whole.draft().further, reduced.draft().further
+    assert one.weights - other.weights == fewer
+    assert one.flops - other.flops == 2 * fewer

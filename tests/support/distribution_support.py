@@ -119,6 +119,7 @@ SETTINGS: dict[str, Callable[[Small], dict[str, Any]]] = {
         "selector_top_k": len(small.words) - 1,
     },
     "eagle3": lambda small: {"layers": [0, 1, 2], "draft_vocab_size": len(small.words) - 1},
+    "eagle/reduced": lambda small: {"draft_vocab_size": len(small.words) - 1},
     "early_exit": lambda small: {"exit_layer": 1},
     "hydra_pp": lambda small: {"scale_embeddings": False},  # else as dflash2's scores
     "redrafter": lambda small: {"scale_embeddings": False},

@@ -32,6 +32,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in TRAINABLE},
     "lora": ("small_lm", {"layers": [0, 2], "lora_rank": 4}),
     "tied": ("small_lm", {"tie_embeddings": True}),
+    "eagle_reduced": ("eagle", {"draft_vocab_size": 40}),
     "eagle3_reduced": ("eagle3", {"draft_vocab_size": 40, "own_embedding": True}),
 }
 

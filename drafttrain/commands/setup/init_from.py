@@ -122,7 +122,7 @@ def _require_given_shape(folder: Path, given: DrafterConfig, drafter: Drafter) -
             continue
         if key == "draft_vocab_size":  # at most so many: fewer are kept where fewer occur
             value = draft_vocab_size(drafter)
-            differs = asked < value
+            differs = asked is not None and asked < value
         elif key == "layers":  # captured in their order, however they were listed
             differs = sorted(asked or ()) != value
         else:

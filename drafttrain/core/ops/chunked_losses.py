@@ -268,19 +268,19 @@ class _Pass:
         if target.vocab is None:
             needed = self.task.config.needs_target_probs or self.task.overlap
             return _ChunkProbs(logits.softmax(-1) if needed else None, best.indices, None)
-        choices = target.vocab.draft_ids[best.indices]
+        choices, ids = target.vocab.draft_ids[best.indices], target.vocab.target_ids
         if self.task.config.of_rejection:
-            return _ChunkProbs(logits.softmax(-1)[:, target.vocab.target_ids], choices, None)
+            return _ChunkProbs(logits.softmax(-1).index_select(1, ids), choices, None)
         # A NaN must reach the loss, where it is caught, and not count as a token left out.
         kept = (choices >= 0) | best.values.isnan()
         probs = None
         if kept.device.type != "cpu":  # the host would wait for their number: all are compared
             if self.task.config.needs_target_probs:
-                probs = logits[:, target.vocab.target_ids].softmax(-1)
+                probs = logits.index_select(1, ids).softmax(-1)
             return _ChunkProbs(probs, choices.clamp(min=0), kept)
         kept = kept.nonzero()[:, 0]
         if self.task.config.needs_target_probs:
-            probs = logits[kept[:, None], target.vocab.target_ids].softmax(-1)
+            probs = logits.index_select(1, ids)[kept].softmax(-1)  # 2 ms, not 13 by two indices
         return _ChunkProbs(probs, choices[kept].clamp(min=0), kept)
 
     def _compare(

@@ -71,6 +71,9 @@ SPREADING = {"vLLM": "--tensor-parallel-size", "SGLang": "--tp-size"}
 
 LLAMA_CPP_TARGETS = frozenset({"llama", "qwen3"})  # those that it was tried with
 CONVERTER, GGUF = "convert_hf_to_gguf.py", "drafter.gguf"
+# The ids that a drafter without its own head proposes, for SGLang's --speculative-token-map; and
+# the key of its config.json that says how many they are, which no engine reads.
+TOKEN_MAP, DRAFTED_TOKENS = "token_map.pt", "drafted_tokens"
 OUT_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # the converter's names
 
 

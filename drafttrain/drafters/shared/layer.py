@@ -1,7 +1,7 @@
 """The decoder layer of EAGLE drafters: shaped like the target's unless configured otherwise."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.layer_calls import device_of, dtype_of
 from drafttrain.core.ops.layers import LayerShape, Rotation
 from drafttrain.core.ops.ragged_cache import RaggedCache
@@ -16,7 +17,9 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.tree import Branches
 from drafttrain.core.types import TargetFeatures, TargetSpec
+from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState
+from drafttrain.drafters.serving.engines import DRAFTED_TOKENS
 from drafttrain.drafters.serving.values import is_number
 from drafttrain.runtime import limits
 from drafttrain.runtime.settings import require
@@ -76,6 +79,13 @@ class LayerConfig(DrafterConfig):
                 f"the target's embedding is {spec.hidden_size} wide"
             )
         return shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducedConfig(DepthLossConfig, LayerConfig):
+    """The settings of a drafter that may know fewer tokens than its target; null: it knows all."""
+
+    draft_vocab_size: limits.PositiveInt | None
 
 
 def scaling_of(setting: Any, spec: TargetSpec) -> dict[str, Any] | None:
@@ -211,13 +221,48 @@ class CachedDrafter(Drafter[LayerState]):
         }
         if shape.rope_scaling is not None:
             keys["rope_scaling"] = dict(shape.rope_scaling)
+        if self.copies_head and self.vocab is not None:
+            keys[DRAFTED_TOKENS] = self.vocab.size
         return keys
 
 
 class LayerDrafter(CachedDrafter):
-    """A drafter of one decoder layer: it reads features, and deeper its own hidden states."""
+    """A drafter of one decoder layer: it reads features, and deeper its own hidden states.
+
+    Unless it has a head of its own, it uses the target's: with a reduced vocabulary, the rows of
+    its tokens alone (FR-Spec, Zhao et al., 2025, arXiv:2502.14856).
+    """
 
     branches = True
+    copies_head = True
+    config: ReducedConfig
+
+    def reduce(self, vocab: DraftVocab) -> None:
+        self.vocab = vocab
+        self.register_buffer("target_ids", vocab.target_ids)
+
+    def reduce_to_frequent(
+        self, token_counts: Int[Tensor, " vocab"], coverage: float | None = None
+    ) -> None:
+        """Draft drafter.draft_vocab_size tokens, the most frequent, or fewer with `coverage`."""
+        size = self.config.draft_vocab_size or self.spec.vocab_size
+        vocab = DraftVocab.most_frequent(token_counts.to(device_of(self)), size, coverage)
+        if vocab is not None:
+            self.reduce(vocab)
+
+    def outline(self, target: Callable[[], Any]) -> None:
+        """Take the largest draft vocabulary; fewer tokens may cover the data."""
+        kept, size = self.config.draft_vocab_size, self.spec.vocab_size
+        if kept is not None and kept < size:
+            self.reduce(DraftVocab.of(torch.arange(kept, device="cpu"), size))
+
+    def draft_readout(self, readout: Readout) -> Readout:
+        """Return the target's readout with the rows of the tokens that can be drafted."""
+        return readout if self.vocab is None else readout.with_rows(self.vocab.target_ids)
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Return the weights by name, without the map of a reduced vocabulary."""
+        return {name: tensor for name, tensor in self.state_dict().items() if name != "target_ids"}
 
     @abstractmethod
     def read(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
@@ -241,6 +286,7 @@ class LayerDrafter(CachedDrafter):
         self, readout: Readout, hidden: Float[Tensor, "batch width hidden"]
     ) -> Float[Tensor, "batch width draft_vocab"]:
         """Return logits from the output of `advance`; by the target's head, unless overridden."""
+        readout = self.draft_readout(readout)
         return readout.logits(hidden.to(readout.head.dtype))
 
     def observe(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafttrain.core.types import changed_part
-from drafttrain.drafters.serving.engines import GGUF
+from drafttrain.drafters.serving.engines import GGUF, TOKEN_MAP
 from drafttrain.drafters.serving.layout import Config, ServedLayout, Unfit
 from drafttrain.report.card import MADE_BY
 from drafttrain.runtime.disk import put_folder, remove
@@ -72,7 +72,7 @@ def all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
     # A model in this folder may be replaced if its card says it is an export; others never are.
     own = card.is_file() and not card.is_symlink()
     export = own and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
-    ours = {*FILES, *MODEL_FILES, INDEX, ADDED, GGUF, *filter(SHARD.fullmatch, found)}
+    ours = {*FILES, *MODEL_FILES, INDEX, ADDED, GGUF, TOKEN_MAP, *filter(SHARD.fullmatch, found)}
     ours |= {name for name in found if name.endswith(CODE)}
     foreign = [name for name in found if not export or name not in ours]
     if foreign:

@@ -15,7 +15,14 @@ from torch import Tensor
 from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.serving.engines import CONVERTER, GGUF, LLAMA_CPP, convert_command
+from drafttrain.drafters.serving.engines import (
+    CONVERTER,
+    DRAFTED_TOKENS,
+    GGUF,
+    LLAMA_CPP,
+    TOKEN_MAP,
+    convert_command,
+)
 from drafttrain.drafters.serving.layout import Config, ServedLayout, check_tensors
 from drafttrain.formats.write.config import AS_NATIVE, FP8, NATIVE, ExportSettings
 from drafttrain.formats.write.directory import (
@@ -159,6 +166,8 @@ def export_drafter(
                 "export.measured_prompts=16 measures it on so many prompts."
             )
         (draft / CARD).write_text(model_card(card, settings, told.published, tuple(notes)))
+        if DRAFTED_TOKENS in settings and drafter.vocab is not None:
+            torch.save(drafter.vocab.target_ids.tolist(), draft / TOKEN_MAP)
         if layout is not None and layout.whole_model:
             assert load_tokenizer is not None, "a draft model is exported with a tokenizer"
             load_tokenizer().save_pretrained(draft)

@@ -102,6 +102,9 @@ class FewRows(Readout):
     def embed(self, tokens: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
         return super().embed(tokens % len(self.embedding))
 
+    def with_rows(self, ids: Int[Tensor, " row"]) -> Readout:
+        return super().with_rows(ids % len(self.head))
+
 
 @dataclass(frozen=True)
 class Rounding:
@@ -129,7 +132,7 @@ def read_back(
             if tensor.is_floating_point():
                 tensor.copy_(precision.rounded(name, tensor))
     rounded = probe(original)
-    fresh = _loaded(folder, drafter, layout).to("cpu", torch.float32).eval()
+    fresh = _loaded(folder, original, layout).to("cpu", torch.float32).eval()
     if fresh.captures != drafter.captures:
         raise ValueError(
             f"the export reads layers {list(fresh.captures)}, "
@@ -182,6 +185,8 @@ def _loaded(folder: Path, drafter: Drafter, layout: Layout | None) -> Drafter:
         )
     fresh = reading.config.build(reading.declared)
     fresh.load_weights(reading.tensors)
+    if fresh.vocab is None and drafter.vocab is not None:  # files without a head hold no map
+        fresh.reduce(drafter.vocab)
     return fresh
 
 

@@ -9,11 +9,13 @@ import torch
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.engines import (
+    DRAFTED_TOKENS,
     GREEDY,
     PROBABILISTIC,
     SCALED,
     SGLANG,
     SPREADING,
+    TOKEN_MAP,
     VLLM,
     cannot_serve,
     convert_command,
@@ -130,6 +132,8 @@ def serving(
             every = serve_commands(layout, target, model, depth, how)
         else:
             every = derived.commands(target, model, depth, PROBABILISTIC if drawn else None)
+        if DRAFTED_TOKENS in native and "SGLang" in every:
+            every["SGLang"] += f" --speculative-token-map {shlex.quote(f'{model}/{TOKEN_MAP}')}"
         if gpus > 1:
             every = {engine: f"{line} {SPREADING[engine]} {gpus}" for engine, line in every.items()}
         return {engine: line for engine, line in every.items() if engine not in refused}
@@ -145,6 +149,12 @@ def serving(
     if "vLLM" in commands:
         notes += [runners_note(layout), *layout.vllm_notes(native)]
         notes.append(_drafts_note(greedy, card.reports))
+        if known := native.get(DRAFTED_TOKENS):
+            notes.append(
+                f"{VLLM} drafts from the target's whole vocabulary, not from the {known:,} tokens "
+                "that this drafter was measured with: it drafts slower and may accept another "
+                "number; its output is the same."
+            )
     # A card is read on other machines: it names no folder of this one.
     published = told(card.base_model or TARGET, config.push or DRAFTER)
     return EngineCommands(commands, published, tuple(notes))
