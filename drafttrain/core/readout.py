@@ -17,12 +17,15 @@ from drafttrain.core.ops.products import wide_linear
 
 @dataclass(frozen=True)
 class Readout:
-    """Frozen weights that drafters share with the target. Tied heads share one tensor."""
+    """Frozen weights that drafters share with the target. Tied heads share one tensor.
+
+    The head has a row for every token of the vocabulary, or for those of `with_rows` alone.
+    """
 
     embedding: Float[Tensor, "vocab hidden"]
-    head: Float[Tensor, "vocab hidden"]
+    head: Float[Tensor, "row hidden"]
     norm: Float[Tensor, " hidden"] | None = None  # of the final norm, which final_hidden is after
-    head_bias: Float[Tensor, " vocab"] | None = None
+    head_bias: Float[Tensor, " row"] | None = None
     embedding_scale: float = 1.0  # Gemma multiplies embeddings by sqrt(hidden)
     logit_scale: float = 1.0  # Cohere and Granite scale logits
     soft_cap: float | None = None  # Gemma: cap * tanh(logits / cap)
@@ -34,7 +37,7 @@ class Readout:
         vectors = [vector for vector in (self.norm, self.head_bias) if vector is not None]
         return sum(tensor.nbytes for tensor in tables + vectors)
 
-    def float32_head(self) -> Float[Tensor, "vocab hidden"]:
+    def float32_head(self) -> Float[Tensor, "row hidden"]:
         """Return a copy of the head in float32 at least, which is kept until the head changes.
 
         For a CPU: making it for every step takes a tenth of a small drafter's step.
@@ -45,7 +48,7 @@ class Readout:
             vars(self)["_float32_head"] = made
         return made[1]
 
-    def with_rows(self, ids: Int[Tensor, " row"]) -> "Readout":
+    def with_rows(self, ids: Int[Tensor, " kept"]) -> "Readout":
         """Return the readout whose head has these rows alone: its logits are of these ids.
 
         The rows are copied once, and again if `ids` is another tensor or the head has changed.
@@ -68,7 +71,7 @@ class Readout:
         embedded = functional.embedding(tokens, self.embedding)
         return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
 
-    def logits(self, final_hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
+    def logits(self, final_hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape row"]:
         """Return the target's logits from hidden states after its final norm, in its dtype.
 
         Verification takes these: they are what the target generates from.
@@ -78,7 +81,7 @@ class Readout:
 
     def float32_logits(
         self, hidden: Float[Tensor, "*shape hidden"]
-    ) -> Float[Tensor, "*shape vocab"]:
+    ) -> Float[Tensor, "*shape row"]:
         """Return the logits for a loss: in float32 at least, whatever the head's dtype.
 
         In bfloat16 they would be rounded to 8 bits, and a good drafter's gradient would be noise.

@@ -102,7 +102,7 @@ class FewRows(Readout):
     def embed(self, tokens: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
         return super().embed(tokens % len(self.embedding))
 
-    def with_rows(self, ids: Int[Tensor, " row"]) -> Readout:
+    def with_rows(self, ids: Int[Tensor, " kept"]) -> Readout:
         return super().with_rows(ids % len(self.head))
 
 
