@@ -125,6 +125,7 @@ class DrafterCost:
     num_muon: int = 0  # of the trained, those that Muon would update
     muon_flops: tuple[float, ...] = ()  # of its update, by matrix
     num_kept: int = 0  # numbers of the target's matrices that it has copies of, as buffers
+    num_rows: int = 0  # numbers of the rows of the target's head that it copies, never saved
     largest: int = 0  # weights of its largest tensor
     captures: tuple[int, ...] = ()
     max_depth: int | None = None
@@ -133,7 +134,7 @@ class DrafterCost:
     @property
     def num_served(self) -> int:
         """How many numbers it drafts with: its parameters and the copies that it keeps."""
-        return self.num_parameters + self.num_kept
+        return self.num_parameters + self.num_kept + self.num_rows
 
 
 class Count:
@@ -308,8 +309,8 @@ def trace(
         num_trained=sum(p.numel() for p in trainable),
         num_muon=sum(p.numel() for p in by_muon),
         muon_flops=tuple(newton_schulz_flops(*p.shape) for p in by_muon),
-        num_kept=sum(b.numel() for b in drafter.buffers() if b.dim() > 1)
-        + (vocab * spec.hidden_size if drafter.copies_head and vocab < spec.vocab_size else 0),
+        num_kept=sum(b.numel() for b in drafter.buffers() if b.dim() > 1),
+        num_rows=vocab * spec.hidden_size if drafter.copies_head and vocab < spec.vocab_size else 0,
         largest=max(sizes),
         captures=drafter.captures,
         draft_vocab=vocab,
