@@ -55,7 +55,8 @@ class Job:
         """Bytes of a checkpoint: weights and the optimizer's state, in float32."""
         parts = self.parts
         moments = 2 * parts.num_trained - (parts.num_muon if self.muon else 0)
-        return 4.0 * (parts.num_served + moments + parts.num_trained * self.load.averaged)
+        saved = parts.num_parameters + parts.num_kept
+        return 4.0 * (saved + moments + parts.num_trained * self.load.averaged)
 
     @property
     def machine(self) -> str:

@@ -72,11 +72,11 @@ def test_two_gpus_cannot_hold_it_and_are_refused_before_anything_is_downloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given(monkeypatch, 2, ranks=2)
-    with pytest.raises(ValueError, match=r"at least 89\.6 GiB where each h100 has 79\.1") as error:
+    with pytest.raises(ValueError, match=r"at least 87\.5 GiB where each h100 has 79\.1") as error:
         planned()
     assert "hardware.target_placement=device_map fits, in one process" in str(error.value)
     given(monkeypatch, 2, host=20, ranks=2)
-    with pytest.raises(ValueError, match=r"at least 89\.6 GiB") as error:
+    with pytest.raises(ValueError, match=r"at least 87\.5 GiB") as error:
         planned()
     assert "device_map" not in str(error.value), "20 GiB of host cannot take the other layers"
 
@@ -104,8 +104,8 @@ def test_what_another_process_holds_of_a_gpu_is_not_planned_with(
 ) -> None:
     given(monkeypatch, 1)
     assert planned("model=llama8b")[1].kind == "device"
-    given(monkeypatch, 1, memory=20)
-    with pytest.raises(ValueError, match=r"where each h100 has 20\.0 GiB"):
+    given(monkeypatch, 1, memory=14)
+    with pytest.raises(ValueError, match=r"where each h100 has 14\.0 GiB"):
         planned("model=llama8b")
 
 
