@@ -120,6 +120,7 @@ def autoregressive_queue(
         rows = batch.active
         few = REFILL * len(ended) >= len(rows)
         prompts = more(len(ended) or batch_size) if few else []
+        counts: list[int] | None = None
         with torch.inference_mode():
             if prompts:
                 names, texts = zip(*prompts, strict=True)
@@ -134,7 +135,7 @@ def autoregressive_queue(
                     target.select(cache, running)
                     rows[:], token = [rows[index] for index in running], token[running]
                     running, ended = list(range(len(rows))), []
-                scored, fed, tokens, counts = cache, batch, token[:, None], None
+                scored, fed, tokens = cache, batch, token[:, None]
             logits, _ = target.step(scored, tokens, counts=counts, last_only=True)
             new = emit(logits[:, -1], sampling, chance, fed.names, fed.starts)
             if not prompts:
