@@ -47,7 +47,7 @@ DEVICES = ("cpu", NAME)
 STEPS = 2
 QUICK = ["hardware=cpu", "hardware.threads=1", "trainer.tokens_per_step=64", "trainer.log_every=1"]
 QUICK += ["trainer.max_steps=2", "trainer.validation_prompts=2", "trainer.validation_tokens=6"]
-TIMES = ("time", "perf/tokens_per_s", "perf/data_wait_share")
+TIMES = ("time", "perf/tokens_per_s", "perf/data_wait_share", "perf/break_even")
 # The norm decides whether the step is taken; Transformers asks whether positions begin anew, which
 # would mean several texts in a row (`find_packed_sequence_indices`).
 MUST = {("training/engine/engine.py", "_grad_norm"), ("target/model.py", "features")}
