@@ -20,7 +20,8 @@ def test_counters_are_compared_and_times_are_not() -> None:
     counted = {"num_accepted_tokens_per_position": [1], "vocab_size": 9, "train/num_steps": 3}
     counted |= {"batch_size": 2, "num_shared_ngrams": 1, "tokens_per_pass_difference_to_ngram": 1}
     timed = ["draft_s", "seconds", "time_ms", "perf/tokens_per_s", "tokens_per_second", "speedup"]
-    timed += ["kv_bytes", "others_cores", "blocks", "perf/data_wait_share", "predicted_speedup"]
+    timed += ["kv_bytes", "others_cores", "blocks", "perf/data_wait_share", "perf/break_even"]
+    timed.append("predicted_speedup")
     found = importlib.import_module("same").steady(counted | dict.fromkeys(timed, 1))
     assert found == counted
 
