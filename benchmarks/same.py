@@ -37,7 +37,8 @@ EVAL = (
 UNSTEADY = (
     "second s wait time timestamp date speed speedup ms memory byte dir dirty path version commit "
     "command host hostname hardware verdict block noise cost price dollar disturbed predicted "
-    "break_even prediction pays warning flag flagged note thread table statement others_cores stolen delayed"
+    "prediction pays warning flag flagged note thread table statement others_cores stolen delayed "
+    "break_even"
 )
 UNSTEADY_NAME = re.compile(rf"(?<![a-z])({UNSTEADY.replace(' ', '|')})s?(?![a-z])")
 

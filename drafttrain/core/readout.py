@@ -79,9 +79,7 @@ class Readout:
         logits = packed_linear(final_hidden, self.head, self.head_bias)
         return scaled(logits, self.logit_scale, self.soft_cap)
 
-    def float32_logits(
-        self, hidden: Float[Tensor, "*shape hidden"]
-    ) -> Float[Tensor, "*shape row"]:
+    def float32_logits(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape row"]:
         """Return the logits for a loss: in float32 at least, whatever the head's dtype.
 
         In bfloat16 they would be rounded to 8 bits, and a good drafter's gradient would be noise.
