@@ -79,3 +79,14 @@ def test_what_would_gain_nothing_stays_as_it_is(why: str) -> None:
     assert not pack(model, spare=100.0)
     assert type(model.plain) is nn.Linear
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+
+
+def test_a_weight_of_another_class_keeps_its_own_product() -> None:
+    class Quantised(nn.Parameter):
+        pass
+
+    model = block()
+    model.plain.weight = Quantised(model.plain.weight.data, requires_grad=False)
+    assert pack(model)
+    assert type(model.plain) is nn.Linear
+    assert not hasattr(model.plain.weight, "packed")

@@ -44,7 +44,9 @@ def pack(model: nn.Module, *tables: Tensor, spare: float = inf) -> bool:
 
     Only on a CPU that multiplies bfloat16 itself, and where the copies take at most `spare` bytes.
     """
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    found = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    # Quantised weights are tensors of classes of their own, and have their own products.
+    linears = [linear for linear in found if type(linear.weight) is nn.Parameter]
     weights: dict[int, Any] = {table.data_ptr(): table for table in tables}
     for linear in linears:  # not once more where its weight is one of the tables
         weights.setdefault(linear.weight.data_ptr(), linear.weight)
