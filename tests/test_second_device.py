@@ -415,6 +415,7 @@ def test_a_run_is_evaluated_as_on_the_cpu(
         run = place.train("run", *place.jsonl, "drafter=eagle3")
         settings = [f"run.dir={run}", f"hardware.device={place.device}", "hardware.threads=1"]
         settings += ["hardware.dtype=float32", f"hardware.graphs={asked}", "eval.depth=2"]
+        settings += ["eval.policy=chain"]
         settings += [f"eval.prompts={prompts}", "eval.max_new_tokens=12", "eval.resamples=100"]
         assert main(["evaluate", *settings, "eval.blocks=1", *told]) == 0
         (file,) = (run / "evaluations").rglob("*.measurements.jsonl")

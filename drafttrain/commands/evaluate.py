@@ -8,7 +8,6 @@ from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.commands.setup.vllm_witness import served_by_vllm, witnessed
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import EvaluateConfig
-from drafttrain.evaluation.config import TunedEval
 from drafttrain.evaluation.evaluate import evaluate_drafter
 from drafttrain.evaluation.record import SETTINGS, keep, settings_of
 from drafttrain.report.pages import REPORT_FILES, write_report
@@ -16,6 +15,7 @@ from drafttrain.report.results import Report
 from drafttrain.report.tables import adaptation_table, rich_table, summary_table, witness_table
 from drafttrain.report.write import pictures
 from drafttrain.runtime.run_folder import CONFIG, provenance
+from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import ACCEPTANCE_LENGTH, destination, open_tracker, require_tracker
 
@@ -53,7 +53,7 @@ def evaluate(config: EvaluateConfig) -> None:
         if report.certificate is not None:
             console.print(f"certificate: {report.certificate.statement}")
         console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
-        if setup.checkpoint is not None and not isinstance(settings, TunedEval):
+        if setup.checkpoint is not None and (settings.policy == AUTO or settings.from_tune is None):
             console.print(f"next: {follow_up('tune', f'run.dir={setup.folder}')}")
         told = asdict(config)
         tracker = open_tracker(

@@ -43,7 +43,7 @@ def tune(config: TuneConfig) -> None:
         page = write_tuning(setup.folder, title, found.predictions, choices, setup.notes)
         console.print(f"chosen depths: {file}; details: {page}")
         run, auto = f"run.dir={setup.folder}", [f"eval.depth={AUTO}", f"eval.name={NAME}"]
-        same = [] if setup.settings.policy == "chain" else setup.settings.policy_settings.split()
+        same = [] if setup.settings.kind == "chain" else setup.settings.policy_settings.split()
         alone = choices[min(choices, key=int)].all
         then = f", or {follow_up('export', run, f'export.num_speculative_tokens={AUTO}')}"
         then = then if alone.speculate and not same else ""

@@ -18,7 +18,7 @@ from drafttrain.report.config import VerdictSettings
 ENGINES = ("drafttrain", "vllm")
 RULES = ("lossless", "block", "typical", "lenience")
 LOSSY = ("typical", "lenience")
-POLICIES = ("chain", "static_tree", "dynamic_tree", "optimal_tree", "adaptive")
+POLICIES = (AUTO, "chain", "static_tree", "dynamic_tree", "optimal_tree", "adaptive")
 FROM_TUNE = ("optimal_tree", "adaptive")  # policies made of what `tune` measured
 TREES = ("fastest", "longest")
 MOST_NODES = 1024  # of a tree
@@ -115,14 +115,14 @@ class EvalConfig(Settings):
             allowed = "be 0 or null with eval.policy=dynamic_tree: it keeps nodes for their own "
             allowed += "probability, which is not lossless for nodes that are drawn by chance"
             self.require("draft_temperature", not self.draft_temperature, allowed)
-        if self.policy not in ("chain", "adaptive"):
+        if self.policy not in (AUTO, "chain", "adaptive"):
             need = f"not be block with eval.policy={self.policy}: it is defined for chains"
             self.require("rule", self.rule != "block", need, "; use eval.rule=lossless")
         if self.engine != "drafttrain":
             need = f"not be block with eval.engine={self.engine}, which verifies token by token"
             self.require("rule", self.rule != "block", need, "; use eval.rule=lossless")
             need = f"be chain with eval.engine={self.engine}, which drafts chains"
-            self.require("policy", self.policy == "chain", need)
+            self.require("policy", self.policy in (AUTO, "chain"), need)
 
     def _check_static_tree(self, deepest: int) -> None:
         words = "be numbers of at least 1, one for each level, or nodes such as [[0],[1],[0,0]]"
@@ -141,6 +141,19 @@ class EvalConfig(Settings):
         self.require("tree", levels >= deepest, words)
 
     @property
+    def kind(self) -> str:
+        """The policy itself: `auto` is adaptive where passes were measured for it, else a chain."""
+        if self.policy != AUTO:
+            return self.policy
+        return "adaptive" if self.from_tune is not None and self.from_tune.costs_ms else "chain"
+
+    @property
+    def to_measure(self) -> bool:
+        """Whether `auto` still needs measurements; depths of a sweep and of vLLM are fixed."""
+        fixed = self.depth == AUTO or self.depths or self.engine != "drafttrain"
+        return self.policy == AUTO and self.from_tune is None and not fixed
+
+    @property
     def policy_settings(self) -> str:
         """The settings of the policy, as on the command line, but for the depth."""
         ranked = ("tree_temperature",) if self.tree_temperature != 1 else ()
@@ -149,8 +162,9 @@ class EvalConfig(Settings):
             "dynamic_tree": ("tree_nodes", "tree_width", *ranked),
             "optimal_tree": ("tree_nodes", "tree_width"),
         }
-        keys = ("policy", *of_it.get(self.policy, ()))
-        told = [f"eval.{key}={str(getattr(self, key)).replace(' ', '')}" for key in keys]
+        told = [f"eval.policy={self.kind}"]
+        for key in of_it.get(self.policy, ()):
+            told.append(f"eval.{key}={str(getattr(self, key)).replace(' ', '')}")
         return " ".join(told).replace("True", "true").replace("False", "false")
 
     @property
@@ -173,7 +187,7 @@ class EvalConfig(Settings):
         """The policy of the drafter, at a depth of the sweep."""
         from drafttrain.decode import policy  # this imports torch
 
-        if self.policy == "adaptive" and self.from_tune is not None:
+        if self.kind == "adaptive" and self.from_tune is not None:
             from drafttrain.decode.adaptive import Adaptive
             from drafttrain.decode.costs import Costs
 

@@ -187,7 +187,7 @@ def evaluate_drafter(
         target=setup.label,
         drafter=name,
         depth=main_depth,
-        tree="" if config.policy == "chain" else config.policy_at(main_depth).describe(),
+        tree="" if config.kind == "chain" else config.policy_at(main_depth).describe(),
         sampling=LimitedSampling(**vars(config.sampling), max_new_tokens=config.max_new_tokens),
         draft_sampling=config.draft_sampling,
         batch_size=config.batch_size,
@@ -214,7 +214,7 @@ def evaluate_drafter(
         resampling,
         config.verdict,
         of_depths=config.every_depth if choosing else [],
-        adaptive=config.policy == "adaptive",
+        adaptive=config.kind == "adaptive",
         memory=extra_memory(parts.target, timed),
     )
     return report, asked, journals

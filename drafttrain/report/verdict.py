@@ -150,7 +150,9 @@ def verdicts_of(
         decision = decide(row.speedup, settings.marginal_speedup)
         if (handicap(row) or disturbed) and decision == SPECULATE:
             decision = MARGINAL
-        if row.speedup.value is not None and not row.num_drafts:  # the target alone, measured twice
+        # As fast if drafts were free; without a draft it is the target alone, measured twice.
+        possible = 1 + row.num_accepted_tokens / max(row.num_target_passes, 1)
+        if row.speedup.value is not None and possible <= max(settings.marginal_speedup, 1):
             decision = DO_NOT
         verdict = TaskVerdict(
             decision=decision,

@@ -116,9 +116,10 @@ def test_an_evaluation_is_that_of_the_command(
     place: Path, target: Target, drafter: Drafter
 ) -> None:
     prompts = str(place / "prompts.jsonl")
-    told = [f"eval.{key}={value}" for key, value in SHORT.items()]
+    settings: dict[str, Any] = {**SHORT, "policy": "chain"}
+    told = [f"eval.{key}={value}" for key, value in settings.items()]
     assert main(["evaluate", f"run.dir={place / 'run'}", f"eval.prompts={prompts}", *told]) == 0
-    drafttrain.evaluate(target, drafter, prompts=prompts, folder=place / "here", **SHORT)
+    drafttrain.evaluate(target, drafter, prompts=prompts, folder=place / "here", **settings)
     command = json.loads((place / "run/evaluations/default/report.json").read_text())
     ours = json.loads((place / "here/report.json").read_text())
     assert without_times(ours) == without_times(command)

@@ -421,3 +421,17 @@ def test_the_pages_give_acceptance_outside_repetition(tmp_path: Path) -> None:
     )
     assert "+0.75 [+0.75, +0.75]" in section
     assert '>+0.75 <span class="range">+0.75, +0.75</span></td>' in page
+
+
+def test_where_free_drafts_would_gain_nothing_the_verdict_is_not_to_speculate() -> None:
+    results = [
+        measured(method, f"prompt {number}", drafts, seconds=(0.1, 0.0, seconds, 0.0))
+        for number in range(12)
+        for method, drafts, seconds in (
+            ("autoregressive", None, 0.9),
+            ("eagle3", [(1, 0)] * 9, 0.87),
+        )
+    ]
+    verdict = report_of(results)["verdicts"]["all"]
+    assert verdict["speedup"]["value"] > 1
+    assert verdict["decision"] == "do not"

@@ -74,7 +74,8 @@ def on_trained(command: str, *overrides: str) -> Callable[[Path], list[str]]:
 
 
 SHORT = ("eval.max_new_tokens=6", "eval.resamples=100", "eval.lossless_prompts=1",
-         "eval.prompts_per_task=2", "eval.depth=2", "hardware.dtype=float32")  # fmt: skip
+         "eval.prompts_per_task=2", "eval.depth=2", "eval.policy=chain",
+         "hardware.dtype=float32")  # fmt: skip
 evaluate = on_trained("evaluate", *SHORT)
 tune = on_trained("tune", *SHORT, "tune.depths=[1,2]", "tune.batch_sizes=[1]",
                   "tune.contexts=[16]", "tune.rounds=2")  # fmt: skip
