@@ -40,6 +40,17 @@ def test_a_file_is_slower_by_twenty_percent_and_five_seconds(
     assert sorted(script.slower(now, RECORD)) == named
 
 
+def test_a_file_that_this_machine_slows_down_is_compared_with_itself() -> None:
+    """An earlier commit took 1.5 times its own record here: so may this one, and not more."""
+    earlier = {"limit": 100.0, "calibration": 1.0, "files": {"tests/test_a.py": 20.0}}
+    machine = script.excess(measured(30.0, 10.0), earlier)
+    assert machine == {"tests/test_a.py": 1.5}
+    assert script.slower(measured(74.0, 10.0), RECORD, machine) == {}
+    assert list(script.slower(measured(74.0, 16.0), RECORD, machine)) == ["tests/test_b.py"]
+    assert list(script.slower(measured(91.0, 10.0), RECORD, machine)) == ["tests/test_a.py"]
+    assert script.excess(measured(15.0, 10.0), earlier) == {"tests/test_a.py": 1.0}
+
+
 def test_the_total_has_a_limit() -> None:
     long = measured(55.0, 12.0, new=4.9) | {"fixtures": {"target": 30.0}}
     (line,) = script.check(long, RECORD, whole=True)
