@@ -51,8 +51,8 @@ demo: install ## train a drafter for the embedded target, then measure it (RUN=a
 	else \
 		set -x; $(BIN)/python -m drafttrain train +experiment=demo run.name=$(RUN); \
 	fi
-	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN) model.inflate=200M eval=large 'eval.depths=[]'
-	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN)
+	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN) model.inflate=200M eval=large 'eval.depths=[]' eval.policy=chain
+	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN) eval.policy=chain
 	@$(BIN)/python scripts/show_demo.py outputs/$(RUN)
 
 # worksteal: an idle worker takes tests from the other, and neighbours, which share fixtures, mostly stay together.

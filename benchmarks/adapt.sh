@@ -34,7 +34,7 @@ with open(f"{out}/prompts.jsonl", "w") as file:
 EOF
 
 train() { $PYTHON -m drafttrain train "$@"; }
-evaluate() { $PYTHON -m drafttrain evaluate eval.lossless_prompts=8 "$@"; }
+evaluate() { $PYTHON -m drafttrain evaluate eval.policy=chain eval.lossless_prompts=8 "$@"; }
 
 [ -d "$OUT/first/checkpoints" ] || train run.name=first "run.dir=$OUT/first" "data.cache_dir=$OUT/selfgen"
 evaluate "run.dir=$OUT/first" "eval.prompts=$OUT/prompts.jsonl" eval.name=math

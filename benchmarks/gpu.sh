@@ -59,7 +59,7 @@ families() {
             echo "$family-$seed: train --config-dir=benchmarks/conf +experiment=equal_tokens run.name=$family-$seed" \
                 "run.dir=$OUT/$family-$seed run.seed=$seed drafter=$family data.batch_size=1024" \
                 "data.cache_dir=$OUT/selfgen trainer.validation_prompts=2 ${MORE:-} &&" \
-                "evaluate run.dir=$OUT/$family-$seed eval.batch_size=10 eval.blocks=1" \
+                "evaluate run.dir=$OUT/$family-$seed eval.policy=chain eval.batch_size=10 eval.blocks=1" \
                 "eval.lossless_prompts=$checked hardware.threads=1"
         done
         checked=0

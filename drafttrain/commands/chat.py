@@ -25,7 +25,6 @@ from drafttrain.runtime.disk import digest_of, require_writable
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.journal import append_records, read_records
 from drafttrain.runtime.lock import hold, of_answers, require_free
-from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.signals import answered_by
 from drafttrain.runtime.terminal import console, progress
 from drafttrain.runtime.untrusted_input import UntrustedError, read_bytes, shown
@@ -34,13 +33,12 @@ HELP = "/new begins a new conversation, /system TEXT sets the system's turn, /ex
 ASK = "> "
 MAX_FILE = 64 << 20  # bytes of a file of prompts, a line each
 FIRST = b'{"id": '  # how each line of chat.out begins
-TUNE = "from_tune"
 # Settings of `eval` that say how to decode; the others are of measurements.
 DECODING = (
     *("policy", "tree", "tree_replacement", "tree_nodes", "tree_width", "tree_temperature"),
     *("latency_ms", "depth"),
     *("temperature", "top_k", "top_p", "draft_temperature", "draft_top_k", "draft_top_p", "rule"),
-    *("typical_epsilon", "typical_delta", "lenience", "stop_strings", TUNE),
+    *("typical_epsilon", "typical_delta", "lenience", "stop_strings", "from_tune"),
 )
 
 
@@ -172,8 +170,7 @@ def generate(config: ChatConfig) -> None:
         "dtype": dtype_name(talk.target.dtype),
         "seed": talk.seed,
         "chat": [settings.system, settings.max_new_tokens],
-        # What `auto` measured decides how much is drafted, not which answer is right.
-        "eval": {k: getattr(talk.how, k) for k in DECODING if talk.how.policy != AUTO or k != TUNE},
+        "eval": {key: getattr(talk.how, key) for key in DECODING},
         "template": asdict(talk.template),
     }
     with hold(out, "chat.out", "generate", console.print, file=of_answers(out)):

@@ -8,16 +8,20 @@ from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.commands.setup.vllm_witness import served_by_vllm, witnessed
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import EvaluateConfig
+from drafttrain.evaluation.config import TunedEval
 from drafttrain.evaluation.evaluate import evaluate_drafter
 from drafttrain.evaluation.record import SETTINGS, keep, settings_of
+from drafttrain.evaluation.tune_choice import TUNED
+from drafttrain.evaluation.validated import Validated, validated
 from drafttrain.report.pages import REPORT_FILES, write_report
 from drafttrain.report.results import Report
 from drafttrain.report.tables import adaptation_table, rich_table, summary_table, witness_table
 from drafttrain.report.write import pictures
 from drafttrain.runtime.run_folder import CONFIG, provenance
-from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.tracker import ACCEPTANCE_LENGTH, destination, open_tracker, require_tracker
+from drafttrain.runtime.tracker import destination, open_tracker, require_tracker
+
+UNLIKE = 0.1  # in the share of first tokens that are accepted: several standard errors
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -43,7 +47,8 @@ def evaluate(config: EvaluateConfig) -> None:
         for journal in journals:
             journal.finish()
         console.print(rich_table(summary_table(report)))
-        for line in unlike_validation(report):
+        chains = setup.checkpoint if settings.shape == "chain" else None
+        for line in unlike_validation(report, chains and validated(setup.folder, chains)):
             console.print(line)
         if report.adaptation is not None:
             console.print(rich_table(adaptation_table(report.adaptation)))
@@ -53,7 +58,8 @@ def evaluate(config: EvaluateConfig) -> None:
         if report.certificate is not None:
             console.print(f"certificate: {report.certificate.statement}")
         console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
-        if setup.checkpoint is not None and (settings.policy == AUTO or settings.from_tune is None):
+        tuned = isinstance(settings, TunedEval) and (setup.folder / TUNED).is_file()
+        if setup.checkpoint is not None and not tuned:
             console.print(f"next: {follow_up('tune', f'run.dir={setup.folder}')}")
         told = asdict(config)
         tracker = open_tracker(
@@ -66,16 +72,16 @@ def evaluate(config: EvaluateConfig) -> None:
         tracker.finish()
 
 
-def unlike_validation(report: Report) -> list[str]:
-    """Return a line if greedy chains are accepted otherwise than when the run last validated."""
-    here, curves = report.summary.acceptance_length.micro or 1.0, report.training
-    comparable = not report.tree and not report.sampling.temperature
+def unlike_validation(report: Report, known: Validated | None) -> list[str]:
+    """Return a line if first tokens are accepted otherwise than when the run last validated."""
+    here = report.summary.acceptance_per_position[0]
+    if known is None or here is None or report.sampling.temperature:
+        return []
+    there = known.reached[0]
     return [
-        f"acceptance length {here:.2f} here, {one.values[-1]:.2f} when the run last validated: if"
-        f" at depth {report.depth} too, these prompts are of other kinds; train on some like them"
-        for one in (curves.series if curves and comparable else [])
-        if one.name == ACCEPTANCE_LENGTH and abs(one.values[-1] - here) > 0.3  # 3 standard errors
-    ]
+        f"{here:.2f} of the first drafted tokens are accepted here, {there:.2f} were when the run "
+        "last validated: these prompts are of other kinds; train on some like them"
+    ] * (abs(there - here) > UNLIKE)
 
 
 def evaluation_table(report: Report) -> tuple[list[str], list[list[str | float | None]]]:

@@ -1,14 +1,13 @@
 """A drafter in the layouts that serving engines load, and its push to the Hub."""
 
 import copy
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from drafttrain.commands.setup.evaluation import NO_DEPTH_PAYS, QUICK, chosen_by_tune
+from drafttrain.commands.setup.evaluation import NO_DEPTH_PAYS, chosen_by_tune
 from drafttrain.commands.setup.plan import spread_to_serve
 from drafttrain.commands.setup.target_and_drafter import (
     expected_spec,
@@ -31,7 +30,8 @@ from drafttrain.evaluation.measure import (
     fitting,
     spread,
 )
-from drafttrain.evaluation.tune_choice import TUNED, Chosen, read_tuned
+from drafttrain.evaluation.tune_choice import TUNED, read_tuned
+from drafttrain.evaluation.validated import validated
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.export import export_drafter
@@ -112,11 +112,10 @@ def _of_run(config: ExportConfig) -> _ToExport:
     weights = checkpoint.name if checkpoint else None
     if config.export.num_speculative_tokens == AUTO:  # for these very weights?
         chosen_by_tune(run, wanted, weights=weights)
-    elif (best := _measured_depth(run, weights)) is not None and not best.speculate:
-        console.print(f"warning: {best.statement} Engines draft nonetheless with this export.")
-    elif best is not None and getattr(drafter.config, "block_size", None) is None:
-        usual = settings.num_speculative_tokens or best.depth
-        settings = replace(settings, num_speculative_tokens=usual)
+    elif not _pays(run, weights):
+        console.print(f"warning: {no_depth}; on that machine the target is faster alone")
+    elif checkpoint and (known := validated(run, checkpoint)) and not known.pays:
+        console.print(f"warning: where it was trained, {known.statement}")
     record, reports = read_run(run)
     card = replace(
         _card(config, drafter),
@@ -127,13 +126,13 @@ def _of_run(config: ExportConfig) -> _ToExport:
     return _ToExport(drafter, place, settings, card)
 
 
-def _measured_depth(run: Path, weights: str | None) -> Chosen | None:
-    """Return the best depth at batch 1 as `tune` or eval.policy=auto measured it last."""
-    files = [file for file in (run / TUNED, *run.glob(f"{QUICK}/*/{TUNED}")) if file.is_file()]
-    with suppress(OSError, ValueError):  # none, of other weights or another policy, or not readable
-        last = max(files, key=lambda file: file.stat().st_mtime)
-        return read_tuned(last.parent, 1, weights=weights)
-    return None
+def _pays(run: Path, weights: str | None) -> bool:
+    """Return whether `tune` found that drafts pay at batch 1, or nothing for these weights."""
+    try:
+        chosen = read_tuned(run, 1, weights=weights)
+    except ValueError:  # of other weights or another policy, or not readable
+        return True
+    return chosen is None or chosen.speculate
 
 
 def _of_others(config: ExportConfig, source: AdmittedConfig) -> _ToExport:

@@ -148,8 +148,8 @@ class EvalConfig(Settings):
         return "adaptive" if self.from_tune is not None and self.from_tune.costs_ms else "chain"
 
     @property
-    def to_measure(self) -> bool:
-        """Whether `auto` still needs measurements; depths of a sweep and of vLLM are fixed."""
+    def undecided(self) -> bool:
+        """Whether `auto` may still become adaptive; depths of a sweep and of vLLM are fixed."""
         fixed = self.depth == AUTO or self.depths or self.engine != "drafttrain"
         return self.policy == AUTO and self.from_tune is None and not fixed
 

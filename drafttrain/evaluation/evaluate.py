@@ -45,6 +45,7 @@ from drafttrain.report.results import (
 from drafttrain.report.tables import certificate_table, sweep_table
 from drafttrain.report.totals import FEWEST_PROMPTS, PassTimes
 from drafttrain.runtime.hardware import dtype_name
+from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console, progress
 from drafttrain.target.model import Target
 
@@ -251,6 +252,8 @@ def losslessness(setup: Setup) -> tuple[LosslessCheck, Certificate | None]:
     the target's distribution must accompany its numbers.
     """
     parts, config = setup.parts, setup.settings
+    if config.policy == AUTO:  # which may draft hardly anything, and so check nothing
+        config = replace(config, policy="chain")
     rule, exact = config.acceptance_rule, parts.exact
     name = describe_rule(config.sampling, rule, config.shape)
     lossless = is_lossless(rule, config.sampling)

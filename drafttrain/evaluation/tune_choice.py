@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.evaluation.tune import Tuning
-from drafttrain.report.phrases import number
 from drafttrain.report.tune import TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
@@ -32,8 +31,7 @@ Paths = list[list[int]]  # of a tree's nodes: the ranks on the way to each
 class Chosen:
     """The choice at one batch size: the depth in all and by task, and a tree by depth if it has.
 
-    speculate: whether speculation pays in all; if not, `depth` is the least slow one, which is
-    `speedup` times as fast as the target alone (where it was read). A task's
+    speculate: whether speculation pays in all; if not, `depth` is the least slow one. A task's
     depth is 0 where speculation does not pay on it. acceptance: how often each position of the
     deepest chain was accepted, where the one before it was. costs_ms: those of passes, by kind; see
     `Costs.of_records`.
@@ -45,14 +43,6 @@ class Chosen:
     acceptance: list[float] = field(default_factory=list)
     costs_ms: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     speculate: bool = True
-    speedup: float | None = None
-
-    @property
-    def statement(self) -> str:
-        """Whether drafts pay on this machine, as a sentence."""
-        gain = f"depth {self.depth}, the best that was tried, is {number(self.speedup)} times as"
-        pay = "pay" if self.speculate else "do not pay"
-        return f"Drafts {pay} here: {gain} fast as the target alone."
 
 
 def write_tuned(
@@ -92,7 +82,6 @@ def write_tuned(
 class _Depth:
     depth: Depth
     speculate: bool = True
-    speedup: Amount | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +131,6 @@ def read_tuned(
             [min(share, 1.0) for share in found.acceptance],
             found.costs_ms,
             choice.all.speculate,
-            choice.all.speedup,
         )
     except UntrustedError as error:
         raise ValueError(

@@ -152,7 +152,7 @@ def verdicts_of(
             decision = MARGINAL
         # As fast if drafts were free; without a draft it is the target alone, measured twice.
         possible = 1 + row.num_accepted_tokens / max(row.num_target_passes, 1)
-        if row.speedup.value is not None and possible <= max(settings.marginal_speedup, 1):
+        if row.speedup.value is not None and possible <= min(settings.marginal_speedup, 1.05):
             decision = DO_NOT
         verdict = TaskVerdict(
             decision=decision,

@@ -259,7 +259,7 @@ def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
         },
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "hardware": _hardware(),
+        "hardware": hardware(),
     }
 
 
@@ -278,7 +278,8 @@ def _commit() -> dict[str, Any]:
     return {"commit": None, "dirty": None}
 
 
-def _hardware() -> dict[str, Any]:
+def hardware() -> dict[str, Any]:
+    """Return the names and numbers of this machine's processors."""
     import torch
 
     from drafttrain.runtime.hardware import num_cores

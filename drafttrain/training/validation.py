@@ -28,7 +28,7 @@ from drafttrain.training.loop import ERROR, METRIC
 TOGETHER = 16  # prompts decoded in one batch
 LOOKUP_LENGTH = f"val/{LOOKUP}_acceptance_length"  # of prompt lookup, on the same answers
 BREAK_EVEN = "perf/break_even"  # the acceptance length from which speculation pays here
-TIMED, ROUNDS = 8, 2  # new tokens, and how often they are decoded, to time passes
+TIMED, ROUNDS = 8, 4  # new tokens, and how often they are decoded, to time passes
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def test_a_run_is_joined_with_prompt_lookup_by_one_override(
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     told = [f"run.dir={run}", "drafter=ensemble"]
     short = [f"eval.prompts={prompts}", "eval.max_new_tokens=24", "eval.resamples=100"]
-    assert main(["evaluate", *told, *short, "eval.blocks=1"]) == 0
+    assert main(["evaluate", *told, *short, "eval.blocks=1", "eval.policy=chain"]) == 0
     report = report_of(run, "ensemble")
     assert report["lossless"]["greedy_identical"] == report["lossless"]["greedy_total"] == 2
     row = report["summary"]

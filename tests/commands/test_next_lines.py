@@ -60,5 +60,5 @@ def test_every_suggested_command_runs_as_it_is_printed(
     assert ran[2:] in (["evaluate"], ["export"])
     if ran[2:] == ["evaluate"]:
         assert main(["export", "run.dir=outputs/two"]) == 0
-        assert "warning: Drafts do not pay here" in capsys.readouterr().out
+        assert "warning: `tune` chose not to speculate" in capsys.readouterr().out
     assert Path("outputs/two/export/model.safetensors").is_file()

@@ -1,6 +1,5 @@
 """data.train_on, and a file of prompts as trainer.validation_prompts."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from drafttrain.__main__ import main
 from drafttrain.commands.evaluate import unlike_validation
 from drafttrain.core.types import Sample
 from drafttrain.data.chat import as_trained
-from drafttrain.report.curves import training_curves
+from drafttrain.evaluation.validated import Validated
+from drafttrain.report.results import Report
 
 
 def conversations(file: Path) -> Path:
@@ -111,16 +111,16 @@ def test_capture_refuses_what_a_store_does_not_have(
 
 
 def test_an_evaluation_says_that_its_prompts_are_unlike_those_of_validation() -> None:
-    """Its acceptance length is 3."""
+    here = evaluation().summary.acceptance_per_position[0]
+    assert here is not None
 
-    def lines(length: float, **changes: Any) -> list[str]:
-        rows = [{"step": 8, "train/loss": 1.0}, {"step": 8, "val/acceptance_length": length}]
-        report = drawn() if changes.get("sampling") else evaluation()
-        return unlike_validation(dataclasses.replace(report, training=training_curves(rows)))
+    def lines(more: float, report: Report = evaluation()) -> list[str]:  # noqa: B008
+        return unlike_validation(report, Validated(2.0, [here + more, 0.1], 1.3, {}))
 
-    (line,) = lines(3.5)
-    assert line.startswith("acceptance length 3.00 here, 3.50 when the run last validated: if at ")
-    assert len(lines(2.6)) == 1
-    assert lines(3.2) == [], "within what the prompts can tell apart"
-    assert lines(3.5, sampling=True) == [], "validation is greedy"
-    assert unlike_validation(evaluation()) == [], "not trained here"
+    (line,) = lines(-0.2)
+    assert line.startswith(f"{here:.2f} of the first drafted tokens are accepted here, ")
+    assert f"{here - 0.2:.2f} were when the run last validated" in line
+    assert len(lines(0.2)) == 1
+    assert lines(0.05) == [], "within what the prompts can tell apart"
+    assert lines(0.2, drawn()) == [], "validation is greedy"
+    assert unlike_validation(evaluation(), None) == [], "not trained here"

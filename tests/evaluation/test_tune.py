@@ -144,9 +144,9 @@ def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> No
     found = Tuning(predictions, COSTS, trees, [0.7, 0.5])
     write_tuned(tmp_path, chosen, found, {"threads": 1}, **told)
     rest: tuple[Any, ...] = ([0.7, 0.5], COSTS.records())
-    expected = Chosen(2, {"math": 2}, {2: [[0], [1], [0, 0]]}, *rest, speedup=1.3)
+    expected = Chosen(2, {"math": 2}, {2: [[0], [1], [0, 0]]}, *rest)
     assert read_tuned(tmp_path, 1) == expected
-    nearest = Chosen(1, {}, {}, *rest, speculate=False, speedup=0.9)
+    nearest = Chosen(1, {}, {}, *rest, speculate=False)
     assert read_tuned(tmp_path, 7) == nearest  # the nearest batch that was weighed
     assert read_tuned(tmp_path, 1, weights="step-000010") == expected
     with pytest.raises(ValueError, match=r"chosen for the weights of step-000020, but it was"):

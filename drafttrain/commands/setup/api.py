@@ -206,7 +206,7 @@ def evaluate(
     choice = DecodeChoice(target.dtype, threads, f"{dtype} with {threads} threads")
     trained_on = drafter.spec
     given = GivenDrafter(mine, None, origin, (), trained_on.fingerprint, trained_on.name)
-    setup = set_up(config, loaded=Loaded(given, target, choice, target.device))
+    setup = set_up(config, loaded=Loaded(given, target, choice, target.device, config.eval))
     record = provenance([]) | {"command": "drafttrain.evaluate(target, drafter)"}
     if folder is None:
         with TemporaryDirectory() as removed:

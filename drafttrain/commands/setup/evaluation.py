@@ -2,12 +2,10 @@
 
 import copy
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -37,17 +35,21 @@ from drafttrain.data.evaluation_prompts import (
 from drafttrain.data.suites import BUILTIN_PROMPTS
 from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import Policy
-from drafttrain.drafters.base import LOOKUP, Drafter, beside_every
-from drafttrain.evaluation.config import FROM_TUNE, EvalConfig, TunedEval, TuneSettings
+from drafttrain.drafters.base import Drafter, beside_every
+from drafttrain.evaluation.config import FROM_TUNE, EvalConfig, TunedEval
 from drafttrain.evaluation.evaluate import Parts, Setup
-from drafttrain.evaluation.measure import check_depths, fitting, reference_settings, spread
+from drafttrain.evaluation.measure import (
+    check_depths,
+    fitting,
+    reference_settings,
+)
 from drafttrain.evaluation.record import require_same, settings_of
-from drafttrain.evaluation.tune import choose, tune_drafter
-from drafttrain.evaluation.tune_choice import CHAIN, TUNED, Chosen, read_tuned, write_tuned
+from drafttrain.evaluation.tune_choice import CHAIN, TUNED, Chosen, read_tuned
+from drafttrain.evaluation.validated import validated
 from drafttrain.report.curves import training_curves
 from drafttrain.report.phrases import memory
 from drafttrain.report.results import BEFORE, TimingInfo, TrainingCurves
-from drafttrain.runtime.disk import digest_of, refuse_links
+from drafttrain.runtime.disk import refuse_links
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
 from drafttrain.runtime.lock import hold, require_free
 from drafttrain.runtime.run_folder import METRICS_FILE
@@ -62,8 +64,6 @@ from drafttrain.target.pretrained.size import parameters
 from drafttrain.training.checkpoint import NAME
 
 NO_DEPTH_PAYS = "`tune` chose not to speculate, because the target alone was faster ({file})"
-QUICK, QUICK_PROMPTS = "quick", 8  # where eval.policy=auto keeps what it measured, and on how many
-HARDLY = "Hardly anything is drafted; eval.policy=chain forces drafts."
 SMALL_TARGET = 100_000_000  # parameters below which a pass is mostly dispatch, not products
 
 
@@ -75,6 +75,8 @@ class Loaded:
     target: Target
     choice: DecodeChoice
     device: torch.device
+    settings: EvalConfig
+    decision: str = ""  # what eval.policy=auto became, if it was decided
 
 
 def load(config: EvaluateConfig | ChatConfig, settings: EvalConfig) -> Loaded:
@@ -87,7 +89,45 @@ def load(config: EvaluateConfig | ChatConfig, settings: EvalConfig) -> Loaded:
     check_depths(given.drafter, settings)
     target, choice = load_target_to_decode(model, config.hardware, device)
     meet(given, target, device)
-    return Loaded(given, target, choice, device)
+    loaded = Loaded(given, target, choice, device, settings)
+    if isinstance(config, TuneConfig) or not settings.undecided or given.checkpoint is None:
+        return loaded
+    decided, decision = drafts_where_it_pays(config, given, device, settings)
+    if decision:
+        console.print(decision)
+    return replace(loaded, settings=decided, decision=decision)
+
+
+def drafts_where_it_pays(
+    config: EvaluateConfig | ChatConfig,
+    given: GivenDrafter,
+    device: torch.device,
+    settings: EvalConfig,
+) -> tuple[EvalConfig, str]:
+    """Return the settings with eval.policy=auto decided for a run's drafter, and a line on it.
+
+    It becomes a chain that ends where one token more would not pay, as eval.policy=adaptive, by
+    what `tune` measured, else by the last validation of the run. It stays a chain, and the line is
+    "", where neither was measured for this target, this batch size and this machine.
+    """
+    assert given.checkpoint is not None
+    run, depth = Path(config.run.dir), int(settings.depth)
+    most = f"up to {depth} tokens are drafted, as many as pay"
+    if (file := run / TUNED).is_file():
+        with suppress(ValueError):  # of other weights, at another temperature, of another policy
+            tuned = as_tuned(replace(settings, policy="adaptive"), str(run), given.weights)
+            then = read_object(file).get("conditions")
+            here = {"model": json.loads(json.dumps(asdict(config.model))), "device": str(device)}
+            if isinstance(then, dict) and here.items() <= then.items():
+                return replace(tuned, policy=AUTO), f"{most}, by {file}"
+    known = validated(run, given.checkpoint)
+    alone = settings.batch_size == 1 and not settings.batch_sizes and settings.latency_ms is None
+    if known is None or not known.on_this(device) or not alone or config.model.inflate is not None:
+        return settings, ""
+    hardly = "hardly anything is drafted; eval.policy=chain always drafts"
+    chosen = Chosen(depth, {}, {}, known.acceptance, known.costs(depth).records())
+    decided = TunedEval(**(vars(settings) | {"from_tune": chosen}))
+    return decided, f"{known.statement}: {most if known.pays else hardly}"
 
 
 def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
@@ -146,10 +186,10 @@ def held_setup(
         as_tuned(config.eval, config.run.dir, setup.weights)
     with hold(place, key, "tune" if tunes else "evaluate", console.print):
         require_same(place, result, settings_of(chosen, setup.subject), overwrite, ways)
-        yield setup if tunes else never_slower(setup)
+        yield setup
 
 
-def set_up(config: EvaluateConfig | ChatConfig, loaded: Loaded | None = None) -> Setup:
+def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     """Return what is to be measured, loaded unless `loaded` is given, and print notes on it.
 
     ValueError for whatever does not fit.
@@ -169,7 +209,7 @@ def set_up(config: EvaluateConfig | ChatConfig, loaded: Loaded | None = None) ->
     overlap = overlap_record(file) if file is not None and ours else None
     loaded = loaded or load(config, settings)
     given, target, choice, device = loaded.given, loaded.target, loaded.choice, loaded.device
-    drafter = given.drafter
+    settings, drafter = loaded.settings, given.drafter
     references = reference_drafters(settings, drafter, target)
     if settings.before and given.checkpoint is not None and not tunes:
         started = drafter_before(folder, config.drafter, drafter.spec)
@@ -207,6 +247,7 @@ def set_up(config: EvaluateConfig | ChatConfig, loaded: Loaded | None = None) ->
         check_depths(each, reference_settings(settings, name, each))
     prompts = fitting(prompts, skipped, target, template, every, everyone)
     lines = [widened] if widened else []
+    notes += [loaded.decision] if loaded.decision else []
     label = model.label
     if sibling := changed_target(given, model, target.spec):  # `meet` has printed it
         # Without the folder's path: reports stand on cards that are pushed.
@@ -277,58 +318,7 @@ def set_up(config: EvaluateConfig | ChatConfig, loaded: Loaded | None = None) ->
     )
 
 
-def never_slower(setup: Setup) -> Setup:
-    """Return the setup with the costs and the acceptance by which eval.policy=auto drafts.
-
-    `tune` measured them for the same weights, prompts and machine, or a short one does so now. It
-    writes them into the run, and later commands decide by the same numbers: noise between two
-    measurements changes no counter and no sampled text. Prompt lookup stays a chain: passes are
-    timed after random text, where it finds nothing to draft.
-    """
-    asked, run = setup.settings, setup.folder
-    if not asked.to_measure or setup.parts.drafter_name == LOOKUP:
-        return setup
-    quick: TuneSettings = load_choice("tune", "quick")
-    depths = [*(depth for depth in quick.depths if depth < asked.depth), asked.depth]
-    quick = replace(quick, depths=depths, batch_sizes=sorted({1, *(b for _, b in asked.points)}))
-    given = json.loads(json.dumps(setup.conditions))
-    place = run / QUICK / digest_of([given, asked.temperature, vars(quick)])[:8]
-    for folder in (run, place):
-        with suppress(OSError, ValueError):  # nothing is there, or it is of other weights or depths
-            if read_object(folder / TUNED).get("conditions") == given:
-                return _decided(setup, folder)
-    few = replace(asked, blocks=1, repeats=1, max_new_tokens=min(asked.max_new_tokens, 24))
-    some = replace(setup, settings=few, prompts=spread(setup.prompts, QUICK_PROMPTS))
-    with TemporaryDirectory() as removed:
-        try:
-            found = tune_drafter(replace(some, folder=Path(removed)), quick)
-            if os.access(run, os.W_OK):
-                refuse_links(run, QUICK)
-                place.mkdir(parents=True, exist_ok=True)
-            else:
-                place = Path(removed)
-            of: dict[str, Any] = {"weights": setup.weights, "temperature": asked.temperature}
-            write_tuned(place, choose(found.predictions), found, given, policy=CHAIN, **of)
-            return _decided(setup, place)
-        except ValueError as error:
-            console.print(f"eval.policy=auto drafts as chain does: it could not measure ({error})")
-            return setup
-
-
-def _decided(setup: Setup, folder: Path) -> Setup:
-    """Return the setup with eval.policy=auto decided by the tuned.json of a folder; print how."""
-    asked = setup.settings
-    settings = as_tuned(replace(asked, policy="adaptive"), str(folder), setup.weights)
-    best = chosen_by_tune(folder, "eval.policy=auto", asked.batch_size)
-    often = f"Up to {asked.depth} tokens are drafted where that pays, fewer or none elsewhere."
-    line = f"{best.statement} {often if best.speculate else HARDLY}"
-    console.print(line)
-    return replace(setup, settings=replace(settings, policy=AUTO), notes=[*setup.notes, line])
-
-
-def in_float32(
-    config: EvaluateConfig | ChatConfig, target: Target, tell: Callable[[str], object]
-) -> Target:
+def in_float32(config: EvaluateConfig, target: Target, tell: Callable[[str], object]) -> Target:
     """Return a float32 copy of a target where one fits beside it, else the target itself.
 
     On GPUs alone: layers on the host are too slow for some hundred passes. vLLM, if it is asked

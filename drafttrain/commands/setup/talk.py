@@ -2,19 +2,12 @@
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from drafttrain.commands.setup.evaluation import (
-    HARDLY,
-    NO_DEPTH_PAYS,
-    as_tuned,
-    load,
-    never_slower,
-    set_up,
-)
+from drafttrain.commands.setup.evaluation import NO_DEPTH_PAYS, as_tuned, load
 from drafttrain.commands.setup.target_and_drafter import GivenDrafter, changed_target, inflate_as
 from drafttrain.config.sections import ChatConfig
 from drafttrain.core.ops.packed_weights import pack
@@ -25,7 +18,7 @@ from drafttrain.decode.loop import describe_rule, is_lossless
 from drafttrain.decode.policy import Policy
 from drafttrain.decode.rows import check_room, check_tokens, context_of
 from drafttrain.decode.stream import Stream
-from drafttrain.drafters.base import LOOKUP, Drafter
+from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import DraftMethod, decoders
 from drafttrain.evaluation.tune_choice import TUNED
@@ -132,16 +125,9 @@ def _ready(config: ChatConfig) -> tuple[Talk, GivenDrafter]:
     folder = config.run.dir
     how = as_tuned(config.eval, folder)
     loaded = load(config, replace(how, max_new_tokens=1))  # an answer is cut where it must be
-    given, target, device = loaded.given, loaded.target, loaded.device
+    given, target, device, how = loaded.given, loaded.target, loaded.device, loaded.settings
     as_tuned(config.eval, folder, given.weights)  # for these very weights?
-    if how.to_measure and given.drafter.config.name != LOOKUP:
-        how = replace(how, before=False, two_model=None, lossless_prompts=0, skip_long_prompts=True)
-        with redirect_stdout(sys.stderr):  # progress is no answer
-            found = never_slower(set_up(replace(config, eval=how), loaded))
-        how, note = found.settings, (found.notes or [""])[-1]
-        if note.endswith(HARDLY) and not (console.is_terminal or sys.stdin.isatty()):
-            sys.stderr.write(f"{note}\n")  # a script sees no other notes
-    elif widened := inflate_as(config.model, target, [given.drafter]):
+    if widened := inflate_as(config.model, target, [given.drafter]):
         console.print(widened)
     size = count_parameters(given.drafter)
     dtype = choose_draft_dtype(config.hardware, device, loaded.choice.dtype, size)
