@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.core import losses
-from drafttrain.core.ops.chunked_losses import (
-    OutputHead,
-    TargetProbs,
-    chunked_losses,
-    loss_terms,
-)
+from drafttrain.core.ops.chunked_losses import OutputHead, TargetProbs, chunked_losses, loss_terms
 from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import Rotation, attend_cached

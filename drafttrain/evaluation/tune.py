@@ -16,12 +16,7 @@ from drafttrain.drafters.base import Drafter, draft_vocab_size
 from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import BURST, measure_costs
 from drafttrain.evaluation.evaluate import Setup
-from drafttrain.evaluation.measure import (
-    PLAIN,
-    DraftMethod,
-    first_turn,
-    measure,
-)
+from drafttrain.evaluation.measure import PLAIN, DraftMethod, first_turn, measure
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.optimal_tree import (
     OptimalTree,
