@@ -47,10 +47,9 @@ from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.training.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.build import build_engine
-from drafttrain.training.forecast import forecast
 from drafttrain.training.loop import resumed
 from drafttrain.training.loop import train as run_training
-from drafttrain.training.validation import Validation
+from drafttrain.training.validation import Validation, forecast
 
 
 def train(config: TrainConfig) -> None:
