@@ -309,7 +309,12 @@ def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Dr
         require_family(run, "run.dir", config)
     drafter = config.build(spec)
     checkpoint, state, weights = best_of(run, "run.dir")
-    check_fingerprint(checkpoint, state.fingerprint, spec)
+    if state.fingerprint != spec.fingerprint:
+        raise ValueError(
+            f"{checkpoint} must be of the target that {PROVENANCE} records, {spec.name}: "
+            f"{changed_part(state.fingerprint, spec.fingerprint)}; restore that file, or train "
+            "another run"
+        )
     drafter.load_weights(weights)
     return drafter, checkpoint
 
@@ -478,15 +483,6 @@ def check_sibling(given: GivenDrafter, spec: TargetSpec) -> None:
         was, now = getattr(before, key), getattr(spec, key)
         need = f"have {key}={was} as {given.trained_for}, for which {given.checkpoint} was trained"
         require(was == now, "model", need, now)
-
-
-def check_fingerprint(checkpoint: Path, trained_on: str, spec: TargetSpec) -> None:
-    """Refuse a checkpoint of another target than the one that its run has recorded."""
-    if trained_on != spec.fingerprint:
-        raise ValueError(
-            f"{checkpoint} must be of the target that {PROVENANCE} records, {spec.name}: "
-            f"{changed_part(trained_on, spec.fingerprint)}; restore that file, or train another run"
-        )
 
 
 def load_target_to_decode(
