@@ -239,7 +239,6 @@ def job_of(
         drafter=config.drafter.name,
         shape=shape,
         parts=drafter_cost(config.drafter, model, plain, load),
-        knobs=tuple(field.name for field in fields(config.drafter)),
         load=load,
         chip=chip,
         max_steps=trainer.max_steps,
