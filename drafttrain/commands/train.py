@@ -83,11 +83,9 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
             f"drafter={config.drafter.name} has nothing to train; evaluate it beside any run, or "
             "choose another drafter"
         )
-    if config.eval.depth == AUTO:
-        raise ValueError(
-            f"eval.depth must be a number for `train`, which validates with it, got {AUTO}: `tune` "
-            "chooses when a drafter is trained"
-        )
+    need = "be a number for `train`, which validates with it"
+    why = ": `tune` chooses when a drafter is trained"
+    config.eval.require("depth", config.eval.depth != AUTO, need, why)
     with stop.at_once():
         ranks = join_ranks(choose_device(config.hardware, partial(plan_command, config)))
         dtype = choose_train_dtype(config.hardware, ranks.device)

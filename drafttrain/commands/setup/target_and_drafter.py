@@ -250,11 +250,9 @@ def check_engine(config: TrainConfig | CaptureConfig, ranks: Ranks) -> None:
     vllm = config.vllm
     if config.hardware.target_placement != "vllm":
         return
-    if ranks.world_size > 1 and vllm.tensor_parallel not in (1, AUTO):
-        raise ValueError(
-            f"vllm.tensor_parallel must be 1 with several ranks, each of which has an engine of "
-            f"its own, got {vllm.tensor_parallel} with {ranks.world_size} ranks"
-        )
+    fits = ranks.world_size == 1 or vllm.tensor_parallel in (1, AUTO)
+    need = "be 1 with several ranks, each of which has an engine of its own"
+    vllm.require("tensor_parallel", fits, need, f" with {ranks.world_size} ranks")
     require_vllm(vllm.python, "hardware.target_placement=vllm")
 
 
