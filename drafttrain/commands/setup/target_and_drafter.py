@@ -180,11 +180,10 @@ def open_features(
     refuse_without_store(shape)
     store.require(drafter.name, shape.captures, shape.reach)
     if not features.validate:
-        if fresh and shape.begins_from_target:
-            raise ValueError(
-                f"features.validate must be true for drafter={drafter.name} with drafter.path or "
-                "drafter.layers, got false: its first weights need the target, which is not loaded"
-            )
+        need = f"be true for drafter={drafter.name} with drafter.path or drafter.layers"
+        why = ": its first weights need the target, which is not loaded"
+        known = not (fresh and shape.begins_from_target)
+        require(known, "features.validate", need, "false", why)
         return store, None
     target = load_on_ranks(model, dtype, ranks, placement)
     template = template_fingerprint(target.tokenizer, config.data.text_format)
