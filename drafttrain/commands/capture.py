@@ -41,6 +41,7 @@ from drafttrain.runtime.run_folder import (
     provenance,
     refuse_foreign,
 )
+from drafttrain.runtime.settings import require
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
@@ -148,15 +149,10 @@ def asked_by(drafters: Sequence[Drafter], config: StoreConfig) -> StoreContents:
         spec = drafters[0].spec
         layers = sorted(set(config.layers))
         wrong = [layer for layer in layers if not 0 <= layer <= spec.num_layers]
-        if wrong:
-            raise ValueError(
-                f"store.layers must be in 0..{spec.num_layers} for model={spec.name}, got {wrong}"
-            )
-    if not layers and not config.final_hidden:
-        raise ValueError(
-            "store.final_hidden must be true where no layer is captured, got false: nothing would "
-            "be stored"
-        )
+        need = f"be in 0..{spec.num_layers} for model={spec.name}"
+        require(not wrong, "store.layers", need, wrong)
+    something, need = bool(layers) or config.final_hidden, "be true where no layer is captured"
+    require(something, "store.final_hidden", need, "false", ": nothing would be stored")
     if not config.assistant_only:
         return StoreContents(tuple(layers), None)
     reach = 1

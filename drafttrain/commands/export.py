@@ -140,11 +140,9 @@ def _of_others(config: ExportConfig, source: AdmittedConfig) -> _ToExport:
     settings = config.export
     if settings.dir is None:
         raise ValueError("export.dir must be given with drafter.path, which names no run; got null")
-    if settings.num_speculative_tokens == AUTO:
-        raise ValueError(
-            f"export.num_speculative_tokens must be a number with drafter.path, got {AUTO}, which "
-            "takes what `tune` chose for a run"
-        )
+    why = ", which takes what `tune` chose for a run"
+    known = settings.num_speculative_tokens != AUTO
+    settings.require("num_speculative_tokens", known, "be a number with drafter.path", why)
     place = _place(settings.dir)
     _check_places(config, place)
     own = partial(load_choice, "drafter")

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from drafttrain.commands.setup.plan import plan_of
 from drafttrain.config.sections import PlanConfig
-from drafttrain.plan.files import FILES, write_plan
-from drafttrain.plan.pages import blocks, headline
+from drafttrain.plan.pages import FILES, blocks, headline, write_plan
 from drafttrain.report.results import Table
 from drafttrain.report.tables import rich_table
 from drafttrain.runtime.disk import require_writable

@@ -47,10 +47,9 @@ from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.training.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.build import build_engine
-from drafttrain.training.forecast import forecast
 from drafttrain.training.loop import resumed
 from drafttrain.training.loop import train as run_training
-from drafttrain.training.validation import Validation
+from drafttrain.training.validation import Validation, forecast
 
 
 def train(config: TrainConfig) -> None:
@@ -84,11 +83,9 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
             f"drafter={config.drafter.name} has nothing to train; evaluate it beside any run, or "
             "choose another drafter"
         )
-    if config.eval.depth == AUTO:
-        raise ValueError(
-            f"eval.depth must be a number for `train`, which validates with it, got {AUTO}: `tune` "
-            "chooses when a drafter is trained"
-        )
+    need = "be a number for `train`, which validates with it"
+    why = ": `tune` chooses when a drafter is trained"
+    config.eval.require("depth", config.eval.depth != AUTO, need, why)
     with stop.at_once():
         ranks = join_ranks(choose_device(config.hardware, partial(plan_command, config)))
         dtype = choose_train_dtype(config.hardware, ranks.device)

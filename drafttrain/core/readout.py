@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from drafttrain.core.ops.layer_calls import wide_dtype
-from drafttrain.core.ops.packed_weights import pack, packed_linear
+from drafttrain.core.ops.packed_weights import packed_linear, reorder
 from drafttrain.core.ops.products import wide_linear
 
 
@@ -60,7 +60,7 @@ class Readout:
                 bias = None if self.head_bias is None else self.head_bias[ids]
                 head = self.head[ids]
                 if hasattr(self.head, "packed"):
-                    pack(nn.Module(), head)
+                    reorder(head)
                 # `ids` is kept too, so that its id is of no other tensor.
                 made = now, ids, replace(self, head=head, head_bias=bias)
             vars(self)["_with_rows"] = made

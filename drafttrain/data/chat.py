@@ -34,6 +34,7 @@ from drafttrain.data.template import (
     render,
 )
 from drafttrain.data.thoughts import after_thought, marks_of
+from drafttrain.runtime.settings import require
 from drafttrain.runtime.terminal import progress
 
 CHUNK = 512  # conversations tokenised at a time
@@ -306,11 +307,8 @@ def prompt_of(sample: Sample) -> list[int]:
 
 def check_holdout(available: int, count: int) -> None:
     """Raise ValueError if holding out `count` conversations leaves none to train on."""
-    if count >= available:
-        raise ValueError(
-            f"data.holdout must be less than the {available} usable conversations, got {count};"
-            " lower it, or give more data"
-        )
+    need = f"be less than the {available} usable conversations"
+    require(count < available, "data.holdout", need, count, "; lower it, or give more data")
 
 
 def split_holdout(
@@ -334,11 +332,8 @@ def split_holdout(
         if place not in chosen and len(chosen) + len(alike) <= count:
             chosen.update(alike)
     if count and not chosen:
-        if len(sets) == 1:
-            raise ValueError(
-                f"data.holdout must be 0 where all conversations are the same, got {count}; give "
-                "others too"
-            )
+        need = "be 0 where all conversations are the same"
+        require(len(sets) > 1, "data.holdout", need, count, "; give others too")
         chosen.update(sets[_content(samples[drawn[0]])])
     kept = [sample for place, sample in enumerate(samples) if place not in chosen]
     return kept, [sample for place, sample in enumerate(samples) if place in chosen]

@@ -305,11 +305,8 @@ def read_asked(config: DataConfig, turns: str) -> tuple[list[Conversation], Skip
     turns (`turns`), or one prompt (`prompt`, `instruction`). turns: all answers are left out, or
     only the last. ValueError if nothing can be used, or if `config` reads no conversations.
     """
-    if config.template != "chat":
-        raise ValueError(
-            f"data.template must be chat to regenerate, got {config.template}: plain text has no "
-            "turns to answer"
-        )
+    why = ": plain text has no turns to answer"
+    config.require("template", config.template == "chat", "be chat to regenerate", why)
     if not isinstance(config, ReadConfig):
         raise ValueError(
             f"data must hold prompts to regenerate, got data={config.name}, which writes its own; "

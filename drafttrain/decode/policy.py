@@ -15,6 +15,7 @@ from torch import Tensor
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.tree import Tree, depths_of
 from drafttrain.drafters.base import Drafter, draft_vocab_size
+from drafttrain.runtime.settings import require
 
 
 class Policy(ABC):
@@ -55,11 +56,8 @@ class Policy(ABC):
                 "takes one node at a time (a drafter that can branch says so: branches = True)"
             )
         most = draft_vocab_size(drafter)
-        if self.width > most:
-            raise ValueError(
-                f"width must be at most {most:,} for drafter={name}, which knows no more tokens, "
-                f"got {self.width:,}"
-            )
+        need = f"be at most {most:,} for drafter={name}, which knows no more tokens"
+        require(self.width <= most, "width", need, f"{self.width:,}")
 
 
 @dataclass(frozen=True)
@@ -154,8 +152,7 @@ class Level:
 
 def chain(depth: int) -> StaticTree:
     """Return the policy that drafts `depth` tokens in a row."""
-    if depth < 1:
-        raise ValueError(f"depth must be at least 1, got {depth}")
+    require(depth >= 1, "depth", "be at least 1", depth)
     return StaticTree(tuple(range(-1, depth - 1)))
 
 
@@ -179,12 +176,9 @@ class DynamicTree(Policy):
 
     def __post_init__(self) -> None:
         for key in ("depth", "width", "num_nodes"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
-        if self.num_nodes < self.depth:
-            raise ValueError(
-                f"num_nodes must be at least the depth, {self.depth}, got {self.num_nodes}"
-            )
+            require(getattr(self, key) >= 1, key, "be at least 1", getattr(self, key))
+        need = f"be at least the depth, {self.depth}"
+        require(self.num_nodes >= self.depth, "num_nodes", need, self.num_nodes)
 
     def check(self, drafter: Drafter, sampling: Sampling) -> None:
         super().check(drafter, sampling)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.core.losses import DepthLossConfig
+from drafttrain.core.losses import DepthLossConfig, FirstMiss
 from drafttrain.core.ops.chunked_losses import (
     OutputHead,
     Sums,
@@ -19,7 +19,6 @@ from drafttrain.core.ops.chunked_losses import (
     chunked_losses,
     loss_terms,
 )
-from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.grouped_attention import grouped_attention
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import RMSNorm, Rotation, attend_cached

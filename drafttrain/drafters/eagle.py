@@ -12,14 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.core import losses
-from drafttrain.core.ops.chunked_losses import (
-    OutputHead,
-    TargetProbs,
-    chunked_losses,
-    loss_terms,
-)
-from drafttrain.core.ops.first_miss import FirstMiss
+from drafttrain.core.losses import FirstMiss, feature_regression
+from drafttrain.core.ops.chunked_losses import OutputHead, TargetProbs, chunked_losses, loss_terms
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import Rotation, attend_cached
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
@@ -192,7 +186,7 @@ class Eagle(LayerDrafter):
             counted = at >= 0
             if chains is not None:
                 counted = counted & chains.counts(depth, order)
-            distance = losses.feature_regression(state[at.clamp(min=0)], truth)
+            distance = feature_regression(state[at.clamp(min=0)], truth)
             regression.append(torch.where(counted, distance, 0).sum())
         terms = [replace(term, weight=config.token_weight) for term in loss_terms(weights, sums)]
         if self.vocab is None:

@@ -3,8 +3,8 @@
 Kangaroo's kind of drafter.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,31 +21,50 @@ from drafttrain.core.ops.layers import (
     Rotation,
     attend_cached,
 )
+from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import attention_mask
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import TrainingChance, last_of, start_with
-from drafttrain.drafters.shared.causal import CausalState, TokenDrafter
-from drafttrain.drafters.shared.copies import (
-    CopiesConfig,
-    Hidden,
-    Mixed,
-    attend,
-    copy_layers,
-    freeze,
-    run_layers,
+from drafttrain.drafters.base import (
+    DrafterConfig,
+    TrainingChance,
+    last_of,
+    load_exactly,
+    start_with,
 )
-from drafttrain.drafters.shared.parallel import BlockLayer
+from drafttrain.drafters.shared.causal import CausalState, TokenDrafter
+from drafttrain.drafters.shared.layer import require_scaling, scaling_of
+from drafttrain.drafters.shared.parallel import Attend, BlockLayer
 from drafttrain.drafters.shared.publications import About
 from drafttrain.drafters.shared.text_losses import next_token_loss
 from drafttrain.runtime import limits
+from drafttrain.target.pretrained.limits import final_norm_of
+
+Hidden = Float[Tensor, "batch seq hidden"]
+Mixed = Float[Tensor, "batch head seq head_dim"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyExitConfig(TokenLossConfig, CopiesConfig):
+class EarlyExitConfig(TokenLossConfig, DrafterConfig):
     """How many of the target's layers it runs, what these have beyond Llama's, and the loss."""
 
     exit_layer: limits.PositiveInt
+    attention_bias: bool
+    qk_norm: bool
+    rope_scaling: Any  # see `scaling_of`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_scaling(self.rope_scaling)
+
+    def shape(self, spec: TargetSpec) -> LayerShape:
+        """Return the shape of the target's layers."""
+        return replace(
+            LayerShape.of(spec),
+            attention_bias=self.attention_bias,
+            qk_norm=self.qk_norm,
+            rope_scaling=scaling_of(self.rope_scaling, spec),
+        )
 
     def build(self, spec: TargetSpec) -> "EarlyExit":
         need = f"be below {spec.num_layers}, the layers of {spec.name}"
@@ -140,3 +159,77 @@ class EarlyExit(TokenDrafter):
         key = readout.embedding.data_ptr()
         (hidden,) = cache.run(run, (tokens, positions), counts, key=key)
         return readout.logits(last_of(hidden, counts).to(readout.head.dtype))
+
+
+def attend(heads: ByHead, mask: Tensor | None) -> Mixed:
+    """Return the attention of whole texts; mask: None for plain causality."""
+    queries, keys, values = heads
+    return unrolled_attention(queries, [(keys, values)], mask)
+
+
+def freeze(module: nn.Module) -> None:
+    """Make buffers of weights that need no gradient: moved and saved with a module."""
+    for part in module.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            if not weight.requires_grad:
+                delattr(part, name)
+                part.register_buffer(name, weight.detach())
+
+
+def run_layers(
+    layers: Iterable[nn.Module], hidden: Hidden, turn: Rotation, attend: Attend
+) -> Hidden:
+    """Return the hidden states after all of these layers."""
+    for number, layer in enumerate(layers):
+        assert isinstance(layer, BlockLayer)
+        queries, keys, values = layer.enter(hidden, turn)
+        hidden = layer.finish(hidden, attend(number, (queries, keys, values)))
+    return hidden
+
+
+@torch.no_grad()
+def copy_layers(
+    layers: nn.ModuleList,
+    model: Any,
+    config: EarlyExitConfig,
+    spec: TargetSpec,
+    device: torch.device,
+) -> None:
+    """Copy the target's first layers, in float32; ValueError if ours compute otherwise."""
+    needed = (
+        f"drafter={config.name} copies layers like Llama's, and those of {spec.name} "
+        f"({spec.architecture}) differ: try drafter.attention_bias, drafter.qk_norm and "
+        "drafter.rope_scaling, or another drafter"
+    )
+    decoder = model.get_decoder()
+    theirs = list(getattr(decoder, "layers", []))
+    if len(theirs) < len(layers):
+        raise ValueError(needed)
+    tokens = torch.arange(min(8, spec.vocab_size), device=model.device)[None]
+    # Far apart, so that another scaling of positions is noticed. They are one text: without a
+    # mask Transformers would take gaps between them for ends of texts.
+    positions = tokens * (spec.max_positions // 8)
+    asked: dict[str, Any] = {"use_cache": False, "output_hidden_states": True}
+    asked |= {"position_ids": positions, "attention_mask": torch.ones_like(tokens)}
+    found = decoder(input_ids=tokens, **asked).hidden_states
+    states = [state.to(device).float() for state in found]
+    shape = config.shape(spec)
+    turn = shape.rotation(positions.to(device), torch.float32)
+    ours = nn.ModuleList([BlockLayer(shape)]).to(device, torch.float32)
+    for number, layer in enumerate(layers):
+        weights = {name: tensor.float() for name, tensor in theirs[number].state_dict().items()}
+        try:
+            load_exactly(ours[0], weights)
+        except ValueError as error:
+            raise ValueError(f"{needed}; {error}") from error
+        hidden = run_layers(ours, states[number], turn, lambda _, heads: attend(heads, None))
+        if number + 1 == len(theirs):  # the last state of Transformers is behind the final norm
+            norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps).to(device)
+            norm.weight.copy_(final_norm_of(decoder).weight)
+            hidden = norm(hidden)
+        expected = states[number + 1]
+        if not (hidden - expected).abs().max() <= 0.02 * expected.abs().max():
+            raise ValueError(needed)
+        for place, part in layer.named_modules():
+            for key in part._buffers:
+                part._buffers[key] = weights[f"{place}.{key}"].to(device, copy=True)

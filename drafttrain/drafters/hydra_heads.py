@@ -24,11 +24,7 @@ from drafttrain.drafters.shared.heads import own_heads
 from drafttrain.drafters.shared.layer import CachedState
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.drafters.shared.publications import About, quoted, spec_bench
-from drafttrain.drafters.shared.sequential import (
-    SequentialConfig,
-    SequentialHeads,
-    SequentialState,
-)
+from drafttrain.drafters.shared.sequential import SequentialConfig, SequentialHeads, SequentialState
 from drafttrain.runtime import limits
 
 

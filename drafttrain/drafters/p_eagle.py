@@ -18,9 +18,9 @@ from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import TrainingChance
 from drafttrain.drafters.eagle3 import Eagle3, FusingConfig, Hidden
 from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout
-from drafttrain.drafters.shared.copies import Attend
 from drafttrain.drafters.shared.layer import LayerState
 from drafttrain.drafters.shared.parallel import (
+    Attend,
     BlockLayer,
     ParallelDrafter,
     ParallelState,

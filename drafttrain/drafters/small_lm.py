@@ -30,7 +30,7 @@ from drafttrain.drafters.shared.publications import About
 from drafttrain.drafters.shared.text_losses import next_token_loss
 from drafttrain.drafters.shared.vocabularies import check_same
 from drafttrain.runtime import limits
-from drafttrain.runtime.settings import Limit
+from drafttrain.runtime.settings import Limit, require
 from drafttrain.runtime.untrusted_input import parse_json, shown
 from drafttrain.target.pretrained.files import check_settings
 from drafttrain.target.pretrained.limits import check_sizes
@@ -316,10 +316,8 @@ def with_layers(target: Any, layers: list[int], spec: TargetSpec) -> Any:
 
 def with_layers_of(target: Any, layers: list[int], spec: TargetSpec) -> dict[str, Any]:
     """Return the settings of a target's configuration with only these layers."""
-    if layers[-1] >= spec.num_layers:
-        raise ValueError(
-            f"drafter.layers must lie in 0..{spec.num_layers - 1} for {spec.name}, got {layers}"
-        )
+    need = f"lie in 0..{spec.num_layers - 1} for {spec.name}"
+    require(layers[-1] < spec.num_layers, "drafter.layers", need, layers)
     settings = target.to_diff_dict()
     settings["num_hidden_layers"] = len(layers)
     for key, value in target.to_dict().items():  # some are the class's default for its own depth

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,13 +9,11 @@ from jaxtyping import Float
 from scipy import stats
 from torch import Tensor
 
-from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Decoded, Proposal, Verdict
 from drafttrain.decode.adaptive import Adaptive
-from drafttrain.decode.autoregressive import autoregressive_decode
-from drafttrain.decode.loop import Cycle, is_lossless, speculative_decode
+from drafttrain.decode.loop import Cycle, is_lossless
 from drafttrain.decode.policy import Policy
 from drafttrain.decode.rows import at_once
 from drafttrain.decode.verify import Rule, one_step_distribution, without
@@ -173,21 +170,11 @@ def greedy_check(
     between a pass over several tokens and a pass over one.
     """
     divergences: list[Divergence] = []
-    settings: dict[str, Any] = {
-        "sampling": GREEDY,
-        "max_new_tokens": config.max_new_tokens,
-        "chance": SeededChance(0),
-        "stop_strings": tuple(config.stop_strings),
-    }
-    usual = config.policy_at(config.depth)
-    drawn: dict[str, Any] = {
-        "rule": config.acceptance_rule,
-        "draft_sampling": config.draft_sampling_beside(GREEDY),
-    }
+    method = DraftMethod("drafted", config.depth, drafter, config.policy_at(config.depth))
+    decode = decoders(target, [method], config, GREEDY, seed=0)
     for name, tokens in prompts:
-        plain = autoregressive_decode(target, tokens, **settings)
-        policy = (policies or {}).get(name, usual)
-        drafted = speculative_decode(target, drafter, tokens, policy=policy, **drawn, **settings)
+        (plain,) = _decoded(decode[ALONE], [(name, tokens)])
+        (drafted,) = _decoded(decode[method.key], [(name, tokens)], policies)
         if plain.tokens != drafted.tokens:
             place = first_difference(plain.tokens, drafted.tokens)
             gap, noise = near_tie(target, [*tokens, *plain.tokens[:place]])

@@ -326,9 +326,6 @@ class TuneSettings(Settings):
     def fitting(self, deepest: int | None) -> list[int]:
         """Return the depths, ascending, that a drafter can draft (None: any)."""
         depths = sorted(depth for depth in self.depths if deepest is None or depth <= deepest)
-        if not depths:
-            raise ValueError(
-                f"tune.depths must have a depth of at most {deepest}, the drafter's own limit, got "
-                f"{list(self.depths)}"
-            )
+        need = f"have a depth of at most {deepest}, the drafter's own limit"
+        self.require("depths", bool(depths), need)
         return depths

@@ -30,6 +30,7 @@ from drafttrain.report.phrases import bounds, drawn, number, signed, things
 from drafttrain.report.results import BEFORE, PLAIN, BeforeAfter, Estimate
 from drafttrain.report.totals import PassTimes
 from drafttrain.runtime.load import Busy, LoadWatch
+from drafttrain.runtime.settings import require
 from drafttrain.runtime.terminal import console, followed, progress, working
 from drafttrain.target.model import Target
 
@@ -117,17 +118,11 @@ def check_depths(drafter: Drafter, config: EvalConfig) -> None:
         )
     positions, who = context_of(drafter.spec, [drafter])
     most = positions - config.max_new_tokens - 1
-    if most < 1:
-        raise ValueError(
-            f"eval.max_new_tokens must be at most {positions - 2}, got {config.max_new_tokens}: "
-            f"{who} has {positions} positions, and a prompt and a draft need some of them"
-        )
-    if deepest > most:
-        raise ValueError(
-            f"eval.{key} must be at most {most}, got {deepest}: {who} has {positions} "
-            f"positions, and eval.max_new_tokens={config.max_new_tokens} and a prompt need some "
-            "of them"
-        )
+    has = f": {who} has {positions} positions, and"
+    why = f"{has} a prompt and a draft need some of them"
+    config.require("max_new_tokens", most >= 1, f"be at most {positions - 2}", why)
+    why = f"{has} eval.max_new_tokens={config.max_new_tokens} and a prompt need some of them"
+    require(deepest <= most, f"eval.{key}", f"be at most {most}", deepest, why)
 
 
 def fitting(

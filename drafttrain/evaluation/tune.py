@@ -16,12 +16,7 @@ from drafttrain.drafters.base import Drafter, draft_vocab_size
 from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import BURST, measure_costs
 from drafttrain.evaluation.evaluate import Setup
-from drafttrain.evaluation.measure import (
-    PLAIN,
-    DraftMethod,
-    first_turn,
-    measure,
-)
+from drafttrain.evaluation.measure import PLAIN, DraftMethod, first_turn, measure
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.optimal_tree import (
     OptimalTree,
@@ -36,6 +31,7 @@ from drafttrain.report.totals import PassTimes
 from drafttrain.report.tune import ChosenDepth, DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import digest_of, write_whole
+from drafttrain.runtime.settings import require
 from drafttrain.runtime.untrusted_input import read_typed
 
 TreesBySize = dict[int, dict[int, OptimalTree]]  # by batch size and depth
@@ -65,11 +61,8 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
     parts, folder = setup.parts, setup.folder / "tune"
     timed, target = parts.timed_drafter, parts.target
     depths = settings.fitting(timed.max_depth)
-    if config.policy == "adaptive":
-        raise ValueError(
-            "eval.policy must be chain for `tune`, got adaptive, which takes what `tune` finds of "
-            "chains"
-        )
+    why = ", which takes what `tune` finds of chains"
+    config.require("policy", config.policy != "adaptive", "be chain for `tune`", why)
     why = "be at least 2 for `tune`: an answer's first token comes with the prefill"
     config.require("max_new_tokens", config.max_new_tokens > 1, why)
     if config.policy == "optimal_tree" and type(timed).propose is not Drafter.propose:
@@ -79,11 +72,8 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
         )
     needed = max(settings.contexts) + (BURST + 1) * (depths[-1] + 1)
     positions, who = context_of(target.spec, [timed])
-    if needed > positions:
-        raise ValueError(
-            f"tune.contexts must leave room in the {positions} positions of {who}, got "
-            f"{max(settings.contexts)}, which needs {needed}"
-        )
+    room, longest = f"leave room in the {positions} positions of {who}", max(settings.contexts)
+    require(needed <= positions, "tune.contexts", room, longest, f", which needs {needed}")
     sizes = sorted(settings.batch_sizes)
     point = {"setup": setup.conditions, "eval": config.conditions, "depths": depths}
     trees: TreesBySize = {}

@@ -17,7 +17,6 @@ class Job:
     drafter: str
     shape: Shape
     parts: DrafterCost
-    knobs: tuple[str, ...]  # the drafter's settings
     load: Load
     chip: Accelerator
     max_steps: int

@@ -27,6 +27,7 @@ from drafttrain.runtime.disk import no_link
 from drafttrain.runtime.hardware import num_cores
 from drafttrain.runtime.rank_process import LAUNCHER, STORE, say_error
 from drafttrain.runtime.run_folder import MANIFEST, has_checkpoints
+from drafttrain.runtime.settings import require
 from drafttrain.runtime.signals import SIGNALS, answered
 from drafttrain.runtime.terminal import console
 
@@ -51,38 +52,29 @@ def ranks_to_start(
     wanted, device = hardware.ranks, hardware.device
     if "RANK" in environ:
         started = int(environ.get("LOCAL_WORLD_SIZE", "0"))
-        if wanted != "auto" and started and wanted != started:
-            raise ValueError(
-                f"hardware.ranks must be auto, or {started} as the launcher started on this "
-                f"machine, got {wanted}; leave it out, or start {wanted} per machine"
-            )
+        need = f"be auto, or {started} as the launcher started on this machine"
+        other = f"; leave it out, or start {wanted} per machine"
+        require(not started or wanted in ("auto", started), "hardware.ranks", need, wanted, other)
         return 1
     if device.startswith("cuda:"):
-        if wanted not in ("auto", 1):
-            raise ValueError(
-                f"hardware.device must be cuda for hardware.ranks={wanted}, each rank takes a GPU "
-                f"of its own, got {device}; use hardware.device=cuda and CUDA_VISIBLE_DEVICES"
-            )
+        need = f"be cuda for hardware.ranks={wanted}, each rank takes a GPU of its own"
+        use = "; use hardware.device=cuda and CUDA_VISIBLE_DEVICES"
+        require(wanted in ("auto", 1), "hardware.device", need, device, use)
         return 1
     if device == "cpu" or gpus == 0:
         # Without a GPU, hardware.device=cuda is refused once, where the device is chosen.
         if wanted == "auto" or device == "cuda":
             return 1
-        if wanted > cores and not hardware.threads:
-            raise ValueError(
-                f"hardware.ranks must be at most {cores} on a CPU, the cores that this machine "
-                f"gives, got {wanted}; leave it out, or let them share the cores by "
-                "hardware.threads=1"
-            )
+        need = f"be at most {cores} on a CPU, the cores that this machine gives"
+        share = "; leave it out, or let them share the cores by hardware.threads=1"
+        require(wanted <= cores or hardware.threads > 0, "hardware.ranks", need, wanted, share)
         return wanted
     placement = hardware.target_placement
     if wanted == "auto":
         wanted = 1 if placement == "vllm" else gpus
-    if wanted > gpus:
-        raise ValueError(
-            f"hardware.ranks must be at most {gpus}, the GPUs that this machine shows, got "
-            f"{wanted}; leave it out, or use hardware.device=cpu"
-        )
+    need = f"be at most {gpus}, the GPUs that this machine shows"
+    use = "; leave it out, or use hardware.device=cpu"
+    require(wanted <= gpus, "hardware.ranks", need, wanted, use)
     return 1 if placement == "device_map" else wanted  # one process spreads the target over all
 
 

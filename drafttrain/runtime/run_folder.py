@@ -21,12 +21,7 @@ import drafttrain
 from drafttrain.runtime import limits
 from drafttrain.runtime.disk import append_text, refuse_links, require_writable, write_whole
 from drafttrain.runtime.settings import Settings
-from drafttrain.runtime.untrusted_input import (
-    UntrustedError,
-    read_object,
-    read_yaml,
-    shown,
-)
+from drafttrain.runtime.untrusted_input import UntrustedError, read_object, read_yaml, shown
 
 CONFIG = "config.yaml"
 DEEPEST = 8  # lists and dicts in one another; DeepSpeed's own keys have four

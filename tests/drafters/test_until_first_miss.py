@@ -13,10 +13,9 @@ from builders import model_config
 from test_drafters import build, losses_of, random_drafter, stepped_logits
 from test_golden_losses import spec_of
 
-from drafttrain.core.losses import REJECTION, DepthLossConfig
+from drafttrain.core.losses import REJECTION, DepthLossConfig, FirstMiss
 from drafttrain.core.ops import chunked_losses as chunked
 from drafttrain.core.ops.chunked_losses import OutputHead, TargetProbs
-from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, weighted_sum
 from drafttrain.core.vocab import DraftVocab

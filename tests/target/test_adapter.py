@@ -22,8 +22,8 @@ from drafttrain.runtime.ranks import Ranks
 from drafttrain.target.model import load_target
 from drafttrain.target.placement import choose_placement
 from drafttrain.target.pretrained.config import ModelConfig
-from drafttrain.target.pretrained.ends import directory
 from drafttrain.target.pretrained.models import fingerprint
+from drafttrain.target.served import directory
 
 CPU = torch.device("cpu")
 

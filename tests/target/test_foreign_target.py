@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from drafttrain.target.model import load_target
 from drafttrain.target.pretrained import files
-from drafttrain.target.pretrained.ends import load_ends
 from drafttrain.target.pretrained.models import load_model_config
+from drafttrain.target.served import load_ends
 
 
 @pytest.fixture

@@ -28,9 +28,8 @@ from drafttrain.core.types import Sample
 from drafttrain.data.batches import collate, documents_of, pack
 from drafttrain.target.describe import open_target, read_out
 from drafttrain.target.model import load_target
-from drafttrain.target.pretrained.ends import directory, load_ends
 from drafttrain.target.pretrained.models import EMBEDDED, load_model_config
-from drafttrain.target.served import ServedTarget, visible_name
+from drafttrain.target.served import ServedTarget, directory, load_ends, visible_name
 from drafttrain.target.vllm import worker
 from drafttrain.target.vllm.config import VllmConfig
 from drafttrain.target.vllm.engine import VllmEngine

@@ -18,12 +18,12 @@ from drafttrain.drafters.shared.publications import LENGTHS, expectation
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.model import Target
 from drafttrain.training.engine.build import build_engine
-from drafttrain.training.forecast import forecast
 from drafttrain.training.loop import METRIC
 from drafttrain.training.validation import (
     BREAK_EVEN,
     LOOKUP_LENGTH,
     Validation,
+    forecast,
     held_out_prompts,
 )
 

@@ -8,6 +8,7 @@ from drafttrain.config.overrides import ADMITTED
 from drafttrain.config.values import build, class_of
 from drafttrain.drafters.base import DrafterConfig, JoinedConfig
 from drafttrain.runtime.run_folder import CONFIG, is_repo, load_config
+from drafttrain.runtime.settings import require
 from drafttrain.runtime.untrusted_input import shown
 
 KEY = "drafter.members"
@@ -48,18 +49,14 @@ def _entry(name: str, settings: dict[str, Any]) -> DrafterConfig:
     content = content_of("drafter", name)
     _refuse_joined(name, content)
     config = _built(name, content | settings)
-    if config.trainable:
-        raise ValueError(
-            f"{KEY} must name a trained {name} by its folder, as in outputs/demo, got {name}"
-        )
+    by_folder = f"name a trained {name} by its folder, as in outputs/demo"
+    require(not config.trainable, KEY, by_folder, name)
     return config
 
 
 def _refuse_joined(name: str, content: dict[str, Any]) -> None:
-    if issubclass(class_of("drafter", content.get("_target_")), JoinedConfig):
-        raise ValueError(
-            f"{KEY} must be single drafters, got {shown(name)}, which has members itself"
-        )
+    joined = issubclass(class_of("drafter", content.get("_target_")), JoinedConfig)
+    require(not joined, KEY, "be single drafters", name, ", which has members itself")
 
 
 def _built(name: str, content: dict[str, Any]) -> DrafterConfig:

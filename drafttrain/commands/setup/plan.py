@@ -35,7 +35,7 @@ from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.hardware import choose_train_dtype, dtype_name
 from drafttrain.runtime.ranks import ALONE, Ranks
 from drafttrain.runtime.run_folder import METRICS_FILE, PROVENANCE
-from drafttrain.runtime.settings import AUTO
+from drafttrain.runtime.settings import AUTO, require
 from drafttrain.runtime.tracker import SPEED, read_metrics
 from drafttrain.runtime.untrusted_input import read_typed, shown
 from drafttrain.target.placement import (
@@ -239,7 +239,6 @@ def job_of(
         drafter=config.drafter.name,
         shape=shape,
         parts=drafter_cost(config.drafter, model, plain, load),
-        knobs=tuple(field.name for field in fields(config.drafter)),
         load=load,
         chip=chip,
         max_steps=trainer.max_steps,
@@ -369,11 +368,9 @@ def accelerator_of(
         )
     if free is not None and not gpu:
         name = "cpu"
-    if name is None and device.startswith("cuda") and not gpu:
-        raise ValueError(
-            f"hardware.accelerator must name what to plan for, as there is no GPU here for "
-            f"hardware.device={device}, got null; as in hardware.accelerator=h100"
-        )
+    known = name is not None or gpu or not device.startswith("cuda")
+    need = f"name what to plan for, as there is no GPU here for hardware.device={device}"
+    require(known, "hardware.accelerator", need, "null", "; as in hardware.accelerator=h100")
     dtype = choose_train_dtype(hardware, torch.device("cuda" if gpu else "cpu"))
     entry = partial(load_choice, "accelerator")
     place = torch.device(device.replace("auto", "cuda"))

@@ -180,11 +180,10 @@ def open_features(
     refuse_without_store(shape)
     store.require(drafter.name, shape.captures, shape.reach)
     if not features.validate:
-        if fresh and shape.begins_from_target:
-            raise ValueError(
-                f"features.validate must be true for drafter={drafter.name} with drafter.path or "
-                "drafter.layers, got false: its first weights need the target, which is not loaded"
-            )
+        need = f"be true for drafter={drafter.name} with drafter.path or drafter.layers"
+        why = ": its first weights need the target, which is not loaded"
+        known = not (fresh and shape.begins_from_target)
+        require(known, "features.validate", need, "false", why)
         return store, None
     target = load_on_ranks(model, dtype, ranks, placement)
     template = template_fingerprint(target.tokenizer, config.data.text_format)
@@ -250,11 +249,9 @@ def check_engine(config: TrainConfig | CaptureConfig, ranks: Ranks) -> None:
     vllm = config.vllm
     if config.hardware.target_placement != "vllm":
         return
-    if ranks.world_size > 1 and vllm.tensor_parallel not in (1, AUTO):
-        raise ValueError(
-            f"vllm.tensor_parallel must be 1 with several ranks, each of which has an engine of "
-            f"its own, got {vllm.tensor_parallel} with {ranks.world_size} ranks"
-        )
+    fits = ranks.world_size == 1 or vllm.tensor_parallel in (1, AUTO)
+    need = "be 1 with several ranks, each of which has an engine of its own"
+    vllm.require("tensor_parallel", fits, need, f" with {ranks.world_size} ranks")
     require_vllm(vllm.python, "hardware.target_placement=vllm")
 
 
@@ -309,7 +306,12 @@ def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Dr
         require_family(run, "run.dir", config)
     drafter = config.build(spec)
     checkpoint, state, weights = best_of(run, "run.dir")
-    check_fingerprint(checkpoint, state.fingerprint, spec)
+    if state.fingerprint != spec.fingerprint:
+        raise ValueError(
+            f"{checkpoint} must be of the target that {PROVENANCE} records, {spec.name}: "
+            f"{changed_part(state.fingerprint, spec.fingerprint)}; restore that file, or train "
+            "another run"
+        )
     drafter.load_weights(weights)
     return drafter, checkpoint
 
@@ -478,15 +480,6 @@ def check_sibling(given: GivenDrafter, spec: TargetSpec) -> None:
         was, now = getattr(before, key), getattr(spec, key)
         need = f"have {key}={was} as {given.trained_for}, for which {given.checkpoint} was trained"
         require(was == now, "model", need, now)
-
-
-def check_fingerprint(checkpoint: Path, trained_on: str, spec: TargetSpec) -> None:
-    """Refuse a checkpoint of another target than the one that its run has recorded."""
-    if trained_on != spec.fingerprint:
-        raise ValueError(
-            f"{checkpoint} must be of the target that {PROVENANCE} records, {spec.name}: "
-            f"{changed_part(trained_on, spec.fingerprint)}; restore that file, or train another run"
-        )
 
 
 def load_target_to_decode(

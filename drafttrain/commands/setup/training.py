@@ -21,13 +21,7 @@ from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.data.batches import token_counts
-from drafttrain.data.chat import (
-    REPEATED,
-    as_trained,
-    check_holdout,
-    num_repeated,
-    split_holdout,
-)
+from drafttrain.data.chat import REPEATED, as_trained, check_holdout, num_repeated, split_holdout
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import SkipReport
 from drafttrain.drafters.base import LOOKUP, Drafter

@@ -38,11 +38,8 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
     target, asked = parts.target, settings.vllm_tensor_parallel
     spread = engine_gpus(asked, config.model, target.dtype, target.device, SERVING_SHARE)
     served = replace(served, tensor_parallel=spread)
-    if settings.batch_size != 1:
-        raise ValueError(
-            f"eval.batch_size must be 1 with eval.engine=vllm, got {settings.batch_size}: counters "
-            "are compared prompt by prompt; other sizes are swept by eval.batch_sizes"
-        )
+    why = ": counters are compared prompt by prompt; other sizes are swept by eval.batch_sizes"
+    settings.require("batch_size", settings.batch_size == 1, "be 1 with eval.engine=vllm", why)
     if place in (served.serving_dir, served.target_dir):
         wanted = replace(
             load_choice("export", "vllm"),

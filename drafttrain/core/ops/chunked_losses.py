@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from drafttrain.core.losses import TokenLossConfig
-from drafttrain.core.ops.first_miss import FirstMiss
+from drafttrain.core.losses import FirstMiss, TokenLossConfig
 from drafttrain.core.ops.layer_calls import wide_dtype
 from drafttrain.core.ops.products import multiplies_into_float32, wide_linear
 from drafttrain.core.readout import Readout

@@ -7,7 +7,6 @@ every bit.
 """
 
 from math import inf
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -47,7 +46,7 @@ def pack(model: nn.Module, *tables: Tensor, spare: float = inf) -> bool:
     found = [module for module in model.modules() if isinstance(module, nn.Linear)]
     # Quantised weights are tensors of classes of their own, and have their own products.
     linears = [linear for linear in found if type(linear.weight) is nn.Parameter]
-    weights: dict[int, Any] = {table.data_ptr(): table for table in tables}
+    weights = {table.data_ptr(): table for table in tables}
     for linear in linears:  # not once more where its weight is one of the tables
         weights.setdefault(linear.weight.data_ptr(), linear.weight)
     able = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -57,8 +56,17 @@ def pack(model: nn.Module, *tables: Tensor, spare: float = inf) -> bool:
     ):
         return False
     for weight in weights.values():
-        weight.packed = weight._version, torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        reorder(weight)
     for linear in linears:
         if type(linear) is nn.Linear:  # in place: other modules refer to these layers
             linear.__class__ = PackedLinear
     return True
+
+
+def reorder(weight: Float[Tensor, "column width"]) -> None:
+    """Keep a reordered copy of a weight with it, which `packed_linear` finds there.
+
+    The weight is in bfloat16, on a CPU that multiplies bfloat16 itself; see `pack`.
+    """
+    copy = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    vars(weight)["packed"] = weight._version, copy

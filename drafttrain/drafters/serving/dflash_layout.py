@@ -4,11 +4,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.serving.eagle_layout import (
-    OneLayer,
-    decoder_layer,
-    layer_tensors,
-)
+from drafttrain.drafters.serving.eagle_layout import OneLayer, decoder_layer, layer_tensors
 from drafttrain.drafters.serving.engines import (
     LLAMA_CPP,
     SCALED,

@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.serving.eagle_layout import (
-    OneLayer,
-    decoder_layer,
-    layer_tensors,
-)
+from drafttrain.drafters.serving.eagle_layout import OneLayer, decoder_layer, layer_tensors
 from drafttrain.drafters.serving.engines import (
     LLAMA_CPP,
     SGLANG,

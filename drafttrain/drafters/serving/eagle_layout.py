@@ -34,12 +34,7 @@ from drafttrain.drafters.serving.layout import (
     misfits,
     tensor_sign,
 )
-from drafttrain.drafters.serving.values import (
-    MAX_HEADS,
-    MAX_POSITIONS,
-    MAX_WIDTH,
-    Values,
-)
+from drafttrain.drafters.serving.values import MAX_HEADS, MAX_POSITIONS, MAX_WIDTH, Values
 from drafttrain.drafters.shared.layer import ROPE_SCALINGS, wrong_scaling
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
 

@@ -4,11 +4,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.serving.eagle3_layouts import (
-    Eagle3Layout,
-    Eagle3Speculators,
-    read_eagle3,
-)
+from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, Eagle3Speculators, read_eagle3
 from drafttrain.drafters.serving.eagle_layout import layer_tensors
 from drafttrain.drafters.serving.engines import VLLM
 from drafttrain.drafters.serving.layout import (

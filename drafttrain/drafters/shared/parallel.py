@@ -1,17 +1,20 @@
 """Drafters whose one pass drafts all tokens, each independently of the others drafted."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from drafttrain.core.ops.layers import MLP, Attention, LayerShape, RMSNorm, Rotation
+from drafttrain.core.ops.layers import MLP, Attention, ByHead, LayerShape, RMSNorm, Rotation
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.shared.layer import CachedDrafter, LayerState
 from drafttrain.runtime.settings import require
+
+# Computes a layer's attention; the layer is given by its number.
+Attend = Callable[[int, ByHead], Float[Tensor, "batch head seq head_dim"]]
 
 
 def mask_token(wanted: int | None, spec: TargetSpec) -> int:

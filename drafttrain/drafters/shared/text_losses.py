@@ -6,7 +6,7 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from drafttrain.core.losses import DepthLossConfig, TokenLossConfig
+from drafttrain.core.losses import DepthLossConfig, FirstMiss, TokenLossConfig
 from drafttrain.core.ops.chunked_losses import (
     OutputHead,
     Sums,
@@ -14,7 +14,6 @@ from drafttrain.core.ops.chunked_losses import (
     chunked_losses,
     loss_terms,
 )
-from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layers import within_calls
 from drafttrain.core.placed_batch import Predictions, positions_to_predict
 from drafttrain.core.types import Batch, LossTerm, TargetFeatures

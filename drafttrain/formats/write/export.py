@@ -38,6 +38,7 @@ from drafttrain.formats.write.precision import Precision, Rounding, read_back
 from drafttrain.formats.write.serving import EngineCommands, layout_to_write, serving
 from drafttrain.report.card import CardData, model_card
 from drafttrain.runtime.hardware import TORCH_DTYPES
+from drafttrain.runtime.settings import require
 from drafttrain.target.vllm.process import environment_without_secrets
 
 BY_HAND = "leave export.converter out, and run the printed command in the converter's environment"
@@ -104,11 +105,10 @@ def export_drafter(
     layout, spec, name = drafter.config.layout, drafter.spec, drafter.config.name
     deepest, block = drafter.max_depth, None if layout is None else layout.block(native)
     depth = config.depth(block, deepest)
-    if deepest is not None and depth > deepest:
-        raise ValueError(
-            f"export.num_speculative_tokens must be at most {deepest} for this {name} drafter, got "
-            f"{depth}: it was made for no more, and engines refuse more"
-        )
+    fits = deepest is None or depth <= deepest
+    need = f"be at most {deepest} for this {name} drafter"
+    why = ": it was made for no more, and engines refuse more"
+    require(fits, "export.num_speculative_tokens", need, depth, why)
     derived = layout_to_write(name, layout, native, spec, config.format)
     precision = _precision(drafter, layout, config)
     tensors = dict(trained)
@@ -204,11 +204,9 @@ def _precision(drafter: Drafter, layout: ServedLayout | None, config: ExportSett
             f"{asked} must be of a drafter that vLLM serves in 8 bits, got {name}: its class there "
             "reads no quantization_config; give export.dtype=bfloat16"
         )
-    if config.format not in AS_NATIVE:
-        raise ValueError(
-            f"{asked} must come with export.format={NATIVE}, got {config.format}, in which engines "
-            "read no quantization_config of a drafter"
-        )
+    why = ", in which engines read no quantization_config of a drafter"
+    need = f"come with export.format={NATIVE}"
+    require(config.format in AS_NATIVE, asked, need, config.format, why)
     return Precision(torch.bfloat16, layout.eight_bits)
 
 

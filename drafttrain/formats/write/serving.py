@@ -27,13 +27,7 @@ from drafttrain.drafters.serving.engines import (
 )
 from drafttrain.drafters.serving.known import LAYOUTS
 from drafttrain.drafters.serving.layout import Config, DerivedLayout, ServedLayout
-from drafttrain.formats.write.config import (
-    FP8,
-    GGUF_FORMAT,
-    NATIVE,
-    SGLANG_FORMAT,
-    ExportSettings,
-)
+from drafttrain.formats.write.config import FP8, GGUF_FORMAT, NATIVE, SGLANG_FORMAT, ExportSettings
 from drafttrain.report.card import DRAFTER, TARGET, CardData
 from drafttrain.report.results import Report
 from drafttrain.runtime.settings import AUTO

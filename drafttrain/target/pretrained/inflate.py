@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drafttrain.runtime.settings import require
 from drafttrain.target.pretrained.limits import without_weights
 from drafttrain.target.pretrained.size import parameters, parse_size
 
@@ -28,11 +29,8 @@ def inflated_width(size: str, model_config: Any, name: str, trust_code: bool) ->
     skeleton = without_weights(model_config, trust_code)
     layers = gated_layers(skeleton, name)
     wanted, present = parse_size(size), count_parameters(skeleton)
-    if wanted < present:
-        raise ValueError(
-            f"model.inflate must be at least the {parameters(present)} of model={name},"
-            f" got {size}; null leaves the model as it is"
-        )
+    need = f"be at least the {parameters(present)} of model={name}"
+    require(wanted >= present, "model.inflate", need, size, "; null leaves the model as it is")
     old = layers[0].gate_proj.out_features
     each = 0  # parameters for each column that is added
     for layer in layers:

@@ -117,11 +117,9 @@ def load_tokenizer(config: ModelConfig) -> Any:
             f"{config.origin}: the tokenizer cannot be loaded: {shown(error, 400)}; if it brings"
             " its own code, read it, then set model.trust_remote_code=true"
         ) from error
-    if isinstance(config, RandomModelConfig) and config.vocab_size < len(tokenizer):
-        raise ValueError(
-            f"model.vocab_size must be at least {len(tokenizer)}, the embedded tokenizer's size,"
-            f" got {config.vocab_size}"
-        )
+    if isinstance(config, RandomModelConfig):
+        need = f"be at least {len(tokenizer)}, the embedded tokenizer's size"
+        config.require("vocab_size", config.vocab_size >= len(tokenizer), need)
     return tokenizer
 
 

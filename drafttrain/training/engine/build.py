@@ -6,6 +6,7 @@ from torch import nn
 from drafttrain.core.ops.layer_calls import AS_WRITTEN, LayerCalls
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.ranks import join_ranks
+from drafttrain.runtime.settings import require
 from drafttrain.training.engine.config import ADAMW, DeepSpeedConfig, OptimizerConfig
 from drafttrain.training.engine.deepspeed import DeepSpeedEngine, Zero3Engine, ZeroEngine
 from drafttrain.training.engine.engine import Engine, Forward
@@ -35,18 +36,13 @@ def build_engine(
     max_grad_norm: of the summed gradient, over all parameters; 0 is off. ema_decay: of the
     average; 0 keeps none.
     """
-    if dtype not in (torch.float32, torch.bfloat16):
-        got = dtype_name(dtype)
-        raise ValueError(
-            f"hardware.train_dtype must be float32 or bfloat16, got {got}; "
-            "float16 would need its losses scaled: use bfloat16"
-        )
+    key, given, known = "hardware.train_dtype", dtype_name(dtype), ("float32", "bfloat16")
+    why = "; float16 would need its losses scaled: use bfloat16"
+    require(given in known, key, "be float32 or bfloat16", given, why)
     low = weights_dtype == torch.bfloat16
-    if low and dtype != torch.bfloat16:
-        raise ValueError(
-            "hardware.train_dtype must be bfloat16 if hardware.weights_dtype is, got float32; "
-            "set hardware.weights_dtype=float32, or both to bfloat16"
-        )
+    need = "be bfloat16 if hardware.weights_dtype is"
+    other = "; set hardware.weights_dtype=float32, or both to bfloat16"
+    require(not low or dtype == torch.bfloat16, key, need, given, other)
     if low:
         deepspeed.check_low_weights()
     trainable = [p for p in module.parameters() if p.requires_grad]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafttrain.runtime import limits
-from drafttrain.runtime.settings import Settings
+from drafttrain.runtime.settings import Settings, require
 
 DTYPE = "hardware.train_dtype"
 SUMMED = "nothing: gradients are summed, never averaged"
@@ -36,47 +36,35 @@ class DeepSpeedConfig:
 
     def __post_init__(self) -> None:
         for key, ours in DERIVED_KEYS.items():
-            if key in self.config:
-                raise ValueError(
-                    f"deepspeed.config.{key} must not be set, got {self.config[key]}; "
-                    f"it follows from this program's own settings: use {ours} instead"
-                )
-        if self.config and not self.enabled:
-            raise ValueError(
-                f"deepspeed.enabled must be true when deepspeed.config has keys, got "
-                f"{', '.join(self.config)}; use deepspeed=zero1 or empty deepspeed.config"
-            )
+            given = self.config.get(key)
+            why = f"; it follows from this program's own settings: use {ours} instead"
+            require(key not in self.config, f"deepspeed.config.{key}", "not be set", given, why)
+        keys, need = ", ".join(self.config), "be true when deepspeed.config has keys"
+        use = "; use deepspeed=zero1 or empty deepspeed.config"
+        require(self.enabled or not self.config, "deepspeed.enabled", need, keys, use)
         place = "deepspeed.config.zero_optimization"
         for key in ("", "offload_optimizer", "offload_param"):
             part = self.zero.get(key) if key else self.config.get("zero_optimization")
-            if part is not None and not isinstance(part, dict):
-                where = f"{place}.{key}".rstrip(".")
-                raise ValueError(f"{where} must be keys with values, got {part}")
-        if self.stage not in (0, 1, 2, 3):
-            raise ValueError(
-                f"{place}.stage must be 0, 1, 2 or 3, got {self.stage}; use deepspeed=zero2, which "
-                "shards gradients and optimizer"
-            )
+            fits = part is None or isinstance(part, dict)
+            require(fits, f"{place}.{key}".rstrip("."), "be keys with values", part)
+        use = "; use deepspeed=zero2, which shards gradients and optimizer"
+        require(self.stage in (0, 1, 2, 3), f"{place}.stage", "be 0, 1, 2 or 3", self.stage, use)
         for key, lowest, use in (
             ("offload_optimizer", 1, "zero2_offload"),
             ("offload_param", 3, "zero3_offload"),
         ):
             device = self._offload(key)
-            if device not in ("none", "cpu"):
-                raise ValueError(
-                    f"{place}.{key}.device must be none or cpu, got {device}; a drafter's state "
-                    f"fits the host's memory: use deepspeed={use}"
-                )
+            known, where = device in ("none", "cpu"), f"{place}.{key}.device"
+            why = f"; a drafter's state fits the host's memory: use deepspeed={use}"
+            require(known, where, "be none or cpu", device, why)
             if device == "cpu" and self.stage < lowest:
                 raise ValueError(
                     f"{place}.{key} needs stage {lowest} or above, got {self.stage}; "
                     f"use deepspeed={use}"
                 )
-        if self.zero.get("zenflow") is not None:
-            raise ValueError(
-                f"{place}.zenflow must not be set, got {self.zero['zenflow']}: it updates weights "
-                "late, and no checkpoint would be exact; use deepspeed=zero2_offload"
-            )
+        zenflow, use = self.zero.get("zenflow"), "use deepspeed=zero2_offload"
+        why = f": it updates weights late, and no checkpoint would be exact; {use}"
+        require(zenflow is None, f"{place}.zenflow", "not be set", zenflow, why)
 
     @property
     def zero(self) -> dict[str, Any]:
@@ -116,11 +104,9 @@ class DeepSpeedConfig:
 
     def check_compiled(self) -> None:
         """Raise ValueError if compiled layers would not see their weights."""
-        if self.stage == 3:
-            raise ValueError(
-                f"hardware.compile must be false with deepspeed={self.name}, got true: ZeRO 3 "
-                "gathers weights between the parts of a layer; use deepspeed=zero2"
-            )
+        need = f"be false with deepspeed={self.name}"
+        why = ": ZeRO 3 gathers weights between the parts of a layer; use deepspeed=zero2"
+        require(self.stage != 3, "hardware.compile", need, "true", why)
 
 
 @dataclass(frozen=True, kw_only=True)
