@@ -10,9 +10,9 @@ from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import EvaluateConfig
 from drafttrain.evaluation.config import TunedEval
 from drafttrain.evaluation.evaluate import evaluate_drafter
+from drafttrain.evaluation.last_validation import Validated, validated
 from drafttrain.evaluation.record import SETTINGS, keep, settings_of
 from drafttrain.evaluation.tune_choice import TUNED
-from drafttrain.evaluation.validated import Validated, validated
 from drafttrain.report.pages import REPORT_FILES, write_report
 from drafttrain.report.results import Report
 from drafttrain.report.tables import adaptation_table, rich_table, summary_table, witness_table
@@ -47,8 +47,11 @@ def evaluate(config: EvaluateConfig) -> None:
         for journal in journals:
             journal.finish()
         console.print(rich_table(summary_table(report)))
-        chains = setup.checkpoint if settings.shape == "chain" else None
-        for line in unlike_validation(report, chains and validated(setup.folder, chains)):
+        if setup.checkpoint is None or settings.shape == "tree":
+            known = None
+        else:
+            known = validated(setup.folder, setup.checkpoint)
+        for line in unlike_validation(report, known):
             console.print(line)
         if report.adaptation is not None:
             console.print(rich_table(adaptation_table(report.adaptation)))

@@ -23,6 +23,7 @@ from drafttrain.core.types import changed_part
 from drafttrain.data.evaluation_prompts import load_prompts
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.engines import CONVERTER
+from drafttrain.evaluation.last_validation import validated
 from drafttrain.evaluation.measure import (
     acceptance_change,
     change_statement,
@@ -31,7 +32,6 @@ from drafttrain.evaluation.measure import (
     spread,
 )
 from drafttrain.evaluation.tune_choice import TUNED, read_tuned
-from drafttrain.evaluation.validated import validated
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.export import export_drafter

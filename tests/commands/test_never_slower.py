@@ -15,7 +15,7 @@ from test_evaluation_commands import QUICK, model_of, prompts_of, run  # noqa: F
 from drafttrain.__main__ import main
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import EvaluateConfig
-from drafttrain.evaluation.validated import Validated, validated
+from drafttrain.evaluation.last_validation import Validated, validated
 from drafttrain.runtime.run_folder import hardware
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")

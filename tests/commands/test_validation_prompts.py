@@ -12,7 +12,7 @@ from drafttrain.__main__ import main
 from drafttrain.commands.evaluate import unlike_validation
 from drafttrain.core.types import Sample
 from drafttrain.data.chat import as_trained
-from drafttrain.evaluation.validated import Validated
+from drafttrain.evaluation.last_validation import Validated
 from drafttrain.report.results import Report
 
 

@@ -214,11 +214,15 @@ def test_a_planted_tie_is_told_from_a_real_difference(
 ) -> None:
     from drafttrain.evaluation import certify as module
 
-    def differing(target: Target, drafter: Any, prompt: Any, **more: Any) -> Any:
-        decoded = loop.speculative_decode(target, drafter, prompt, **more)
-        return type(decoded)((*decoded.tokens[:3], 96, *decoded.tokens[4:]), decoded.stats)
+    decode = module._decoded
 
-    monkeypatch.setattr(module, "speculative_decode", differing)
+    def differing(how: Any, prompts: Any, *policies: Any) -> Any:
+        (decoded,) = decode(how, prompts, *policies)
+        if not policies:  # decoded plainly
+            return [decoded]
+        return [type(decoded)((*decoded.tokens[:3], 96, *decoded.tokens[4:]), decoded.stats)]
+
+    monkeypatch.setattr(module, "_decoded", differing)
     target_bf16 = Target(target.model, target.tokenizer, target.spec)
     monkeypatch.setattr(module, "near_tie", lambda *_: (0.01, 0.02))
     config = settings(**SAMPLED)

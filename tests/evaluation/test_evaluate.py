@@ -19,8 +19,9 @@ from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.data.skips import SkipReport
-from drafttrain.decode.loop import speculative_decode
+from drafttrain.decode.loop import speculative_passes
 from drafttrain.decode.policy import chain, spine
+from drafttrain.decode.rows import Passes
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import Ngram
 from drafttrain.evaluation import certify
@@ -212,11 +213,11 @@ def test_the_greedy_check_draws_drafts_as_they_are_measured(
 ) -> None:
     drawn = []
 
-    def noted(*given: Any, **told: Any) -> Decoded:
+    def noted(*given: Any, **told: Any) -> Passes:
         drawn.append(told["draft_sampling"].temperature)
-        return speculative_decode(*given, **told)
+        return speculative_passes(*given, **told)
 
-    monkeypatch.setattr(certify, "speculative_decode", noted)
+    monkeypatch.setattr("drafttrain.evaluation.measure.speculative_passes", noted)
     config = settings(draft_temperature=1.0)
     assert greedy_check(target, drafters["eagle3"], greedy_prompts(target), config).passed
     assert drawn == [1.0] * len(PROMPTS)
@@ -226,15 +227,16 @@ def test_a_planted_divergence_is_reported_by_prompt_and_position(
     target: Target, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = first_turn(PROMPTS[1], target, BY_TEMPLATE)
+    decode = certify._decoded
 
-    def diverging(target: Target, drafter: Drafter, prompt: list[int], **more: Any) -> Decoded:
-        decoded = speculative_decode(target, drafter, prompt, **more)
-        if prompt != wrong:
-            return decoded
+    def diverging(how: Any, prompts: Any, *policies: Any) -> list[Decoded]:
+        (decoded,) = decode(how, prompts, *policies)
+        if not policies or prompts[0][1] != wrong:  # decoded plainly, or another prompt
+            return [decoded]
         changed = (*decoded.tokens[:2], (decoded.tokens[2] + 1) % 97, *decoded.tokens[3:])
-        return Decoded(changed, decoded.stats)
+        return [Decoded(changed, decoded.stats)]
 
-    monkeypatch.setattr(certify, "speculative_decode", diverging)
+    monkeypatch.setattr(certify, "_decoded", diverging)
     check = greedy_check(target, drafters["eagle3"], greedy_prompts(target), settings())
     assert not check.passed
     (divergence,) = check.divergences

@@ -38,6 +38,7 @@ from drafttrain.decode.policy import Policy
 from drafttrain.drafters.base import Drafter, beside_every
 from drafttrain.evaluation.config import FROM_TUNE, EvalConfig, TunedEval
 from drafttrain.evaluation.evaluate import Parts, Setup
+from drafttrain.evaluation.last_validation import validated
 from drafttrain.evaluation.measure import (
     check_depths,
     fitting,
@@ -45,7 +46,6 @@ from drafttrain.evaluation.measure import (
 )
 from drafttrain.evaluation.record import require_same, settings_of
 from drafttrain.evaluation.tune_choice import CHAIN, TUNED, Chosen, read_tuned
-from drafttrain.evaluation.validated import validated
 from drafttrain.report.curves import training_curves
 from drafttrain.report.phrases import memory
 from drafttrain.report.results import BEFORE, TimingInfo, TrainingCurves

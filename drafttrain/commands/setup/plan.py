@@ -368,9 +368,9 @@ def accelerator_of(
         )
     if free is not None and not gpu:
         name = "cpu"
-    known = name is not None or gpu or not device.startswith("cuda")
+    given = name is not None or gpu or not device.startswith("cuda")
     need = f"name what to plan for, as there is no GPU here for hardware.device={device}"
-    require(known, "hardware.accelerator", need, "null", "; as in hardware.accelerator=h100")
+    require(given, "hardware.accelerator", need, "null", "; as in hardware.accelerator=h100")
     dtype = choose_train_dtype(hardware, torch.device("cuda" if gpu else "cpu"))
     entry = partial(load_choice, "accelerator")
     place = torch.device(device.replace("auto", "cuda"))
