@@ -13,6 +13,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from drafttrain.core.ops.graphs import Capture
@@ -32,7 +33,8 @@ TOGETHER = (0.6,) * len(COPIED)  # and a token of all members, by depth: a guess
 PRIOR_TESTS = 8.0  # tests that what is expected before any test counts for
 DECAY = 0.99  # of the weight of a test, from one to the next
 PATIENCE = 32  # plain steps after which the members that did not pay are tried again
-ON_CPU, ELSEWHERE = 0.1, 0.01  # drafter.verify_cost: a small model, two cores; a GPU at batch 1
+# drafter.verify_cost of a small model: in float32 on a CPU; in bfloat16 on a CPU, or on a GPU.
+IN_FLOAT32, ELSEWHERE = 0.1, 0.01
 
 Nodes = tuple[str, list[Node]]  # of the member of that name
 
@@ -201,9 +203,10 @@ class Ensemble(Drafter[EnsembleState]):
         member then keeps of its own draft what was not accepted.
         """
         most = num_nodes or depth
-        device, token_s = state.readout.embedding.device, self.config.verify_cost
+        embedding, token_s = state.readout.embedding, self.config.verify_cost
         if token_s is None:
-            token_s = ON_CPU if device.type == "cpu" else ELSEWHERE
+            slow = embedding.device.type == "cpu" and embedding.dtype == torch.float32
+            token_s = IN_FLOAT32 if slow else ELSEWHERE
         together_s = 1 + token_s * most + self.config.draft_cost * depth  # a plain pass takes 1
         copies = [self._copies(row, depth, token_s, together_s) for row in state.rows]
         drafted = self._drafted(state, depth, width, most) if None in copies else []
@@ -216,7 +219,7 @@ class Ensemble(Drafter[EnsembleState]):
                 row.waited, row.depth = 0, max(map(len, trees[-1]), default=0)
             by = {node: name for name, nodes in reversed(opinions) for node in nodes}
             members.append({node: by[node] for node in trees[-1]})
-        proposal = proposal_of(trees, depth, width, device)
+        proposal = proposal_of(trees, depth, width, embedding.device)
         return replace(proposal, members=members)
 
     def _copies(

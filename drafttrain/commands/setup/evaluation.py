@@ -39,11 +39,7 @@ from drafttrain.drafters.base import Drafter, beside_every
 from drafttrain.evaluation.config import FROM_TUNE, EvalConfig, TunedEval
 from drafttrain.evaluation.evaluate import Parts, Setup
 from drafttrain.evaluation.last_validation import validated
-from drafttrain.evaluation.measure import (
-    check_depths,
-    fitting,
-    reference_settings,
-)
+from drafttrain.evaluation.measure import check_depths, fitting, reference_settings
 from drafttrain.evaluation.record import require_same, settings_of
 from drafttrain.evaluation.tune_choice import CHAIN, TUNED, Chosen, read_tuned
 from drafttrain.report.curves import training_curves
