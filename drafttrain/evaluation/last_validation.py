@@ -1,6 +1,5 @@
 """What the last validation of a run says of drafting on the machine that trained it."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from drafttrain.training.checkpoint import NAME
 from drafttrain.training.validation import BREAK_EVEN
 
 CONTEXT = 256  # tokens that a drafter is taken to read in the time of its deepest draft
+MOST = 1e6  # of a number in a file that anyone may have written; no acceptance or cost comes near
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def validated(run: Path, checkpoint: Path) -> Validated | None:
         numbers = {
             name: value
             for name, value in row.items()
-            if isinstance(value, int | float) and math.isfinite(value) and value >= 0
+            if isinstance(value, int | float) and 0 <= value <= MOST
         }
         reached = list[float]()
         while (position := f"val/acceptance_position_{len(reached) + 1}") in numbers:

@@ -180,4 +180,7 @@ def test_a_run_that_timed_nothing_says_nothing(tmp_path: Path) -> None:
     ):
         (tmp_path / "metrics.jsonl").write_text(json.dumps(row | more) + "\n")
         assert (validated(tmp_path, step) is not None) == known
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row | {"perf/break_even": 10**400}) + "\n")
+    assert validated(tmp_path, step) is None, "a number that no float holds"
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row | {"perf/break_even": 2}) + "\n")
     assert validated(tmp_path, Path("step-000009")) is None, "of later weights"
