@@ -137,7 +137,11 @@ def add_to_target(
         names = files.tensors_in(file, str(target))
         kept = [name for name in names if not name.startswith(held)]
         if len(kept) == len(names):
-            _link(file, draft / file.name)
+            try:
+                # The Hub's cache holds links to its files.
+                os.link(file.resolve(), draft / file.name)
+            except OSError:
+                shutil.copyfile(file, draft / file.name)
         elif kept:
             own = load_file(file)
             save_file({n: own[n] for n in kept}, draft / file.name, metadata={"format": "pt"})
@@ -150,10 +154,3 @@ def add_to_target(
     for file in target.iterdir():
         if (file.name in MODEL_FILES or file.suffix == CODE) and file.is_file():
             shutil.copyfile(file, draft / file.name)
-
-
-def _link(file: Path, place: Path) -> None:
-    try:
-        os.link(file.resolve(), place)  # the Hub's cache holds links to its files
-    except OSError:
-        shutil.copyfile(file, place)

@@ -112,7 +112,9 @@ def export_drafter(
     derived = layout_to_write(name, layout, native, spec, config.format)
     precision = _precision(drafter, layout, config)
     tensors = dict(trained)
-    check_converter(config.converter)
+    there = config.converter is None or (Path(config.converter) / CONVERTER).is_file()
+    need = f"be a checkout of llama.cpp, with {CONVERTER}"
+    require(there, "export.converter", need, config.converter)
     if layout is None:
         if complaints := not_finite(tensors):
             raise ValueError(f"this {name} drafter is broken: {'; '.join(complaints)}")
@@ -252,14 +254,6 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
         for name, tensor in tensors.items()
         if tensor.is_floating_point() and not bool(tensor.isfinite().all())
     ]
-
-
-def check_converter(converter: str | None) -> None:
-    """Raise ValueError unless it is a checkout of llama.cpp, or None."""
-    if converter is not None and not (Path(converter) / CONVERTER).is_file():
-        raise ValueError(
-            f"export.converter must be a checkout of llama.cpp, with {CONVERTER}, got {converter}"
-        )
 
 
 def convert(

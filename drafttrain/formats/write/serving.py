@@ -30,7 +30,7 @@ from drafttrain.drafters.serving.layout import Config, DerivedLayout, ServedLayo
 from drafttrain.formats.write.config import FP8, GGUF_FORMAT, NATIVE, SGLANG_FORMAT, ExportSettings
 from drafttrain.report.card import DRAFTER, TARGET, CardData
 from drafttrain.report.results import Report
-from drafttrain.runtime.settings import AUTO
+from drafttrain.runtime.settings import AUTO, require
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,10 @@ def serving(
     greedy = _only_greedy(layout, native, spec)
     drawn = {} if greedy else _with_drawn_drafts(card.reports)
     if "vLLM" not in refused:
-        _check_path("export.dir" if config.push is None else "export.push", model, layout)
+        part, key = told_by_path(layout.method, model), "dir" if config.push is None else "push"
+        need = f"not contain {part!r} for a {layout.method} drafter"
+        why = f": {VLLM} would take it for another kind by that, whatever method it is given"
+        require(part is None, f"export.{key}", need, model, f"{why}; choose another")
 
     def told(target: str, model: str) -> dict[str, str]:
         if derived is None:
@@ -168,16 +171,6 @@ def _sharing(layout: ServedLayout, native: Config, own_embedding: bool) -> list[
     if own_head:
         return ["It reads the target's embedding; its head is its own."]
     return ["It reads the target's embedding and head."]
-
-
-def _check_path(key: str, path: str, layout: ServedLayout) -> None:
-    """Raise ValueError for a path by which vLLM would take the drafter for another kind."""
-    part = told_by_path(layout.method, path)
-    if part is not None:
-        raise ValueError(
-            f"{key} must not contain {part!r} for a {layout.method} drafter, got {path}: {VLLM} "
-            "would take it for another kind by that, whatever method it is given; choose another"
-        )
 
 
 def _with_drawn_drafts(reports: Mapping[str, Report]) -> dict[str, Sampling]:
