@@ -38,7 +38,7 @@ def test_the_demo_ends_with_the_number_that_matters_beside_the_honest_one(
     script, opened = shown
     script.main(run, run / "demo.png")
     text = capsys.readouterr().out
-    assert 0 < text.index("14M at the") < text.rindex("14M  ")  # a narrow screen folds the name
+    assert 0 < text.index("simulated") < text.rindex("14M")  # a narrow screen folds the name
     assert text.index("accept") < text.index("speedup")
     assert text.splitlines()[-1] == f"open {run}/evaluations/large/report.html"
     assert opened == []  # a pipe

@@ -477,3 +477,28 @@ def test_from_the_command_line_a_store_is_written_and_trained_from(
     layered = ["drafter=small_lm", "drafter.layers=[0,1]", f"run.dir={tmp_path / 'no'}"]
     assert main([*train, *stored, "features.validate=false", *layered]) == 2
     assert "features.validate must be true for drafter=small_lm" in capsys.readouterr().err
+
+
+def test_a_store_of_whole_texts_trains_on_all_tokens_and_another_refuses(
+    tiny_target_dir: Path, tmp_path: Path, capsys: Any
+) -> None:
+    data = ["data=jsonl", f"data.path={conversations(tmp_path / 'data.jsonl')}"]
+    common = [f"model.path={tiny_target_dir}", "hardware=cpu", "hardware.threads=1"]
+    common += ["hardware.train_dtype=float32"]
+    for drafter in ("eagle", "medusa"):
+        store = [f"store.dir={tmp_path / drafter}", f"store.drafters=[{drafter}]"]
+        assert main(["capture", *store, "store.dtype=float32", *common, *data]) == 0
+    train = ["train", *common, "trainer.max_steps=1", "trainer.tokens_per_step=256"]
+    train += ["trainer.validation_prompts=2", "trainer.validation_tokens=4", "data.holdout=4"]
+    train += ["trainer.log_every=1", "data.train_on=all"]
+    stored = ["features=stored", f"features.dir={tmp_path / 'eagle'}"]
+    losses = {}
+    for name, more in {"online": data, "stored": stored}.items():
+        run = tmp_path / name
+        assert main([*train, "drafter=eagle", f"run.dir={run}", *more]) == 0
+        losses[name] = [value for _, value in recorded(run)]
+    assert losses["stored"] == pytest.approx(losses["online"], rel=1e-5)
+    heads = ["features=stored", f"features.dir={tmp_path / 'medusa'}", "drafter=medusa"]
+    capsys.readouterr()
+    assert main([*train, *heads, f"run.dir={tmp_path / 'no'}"]) == 2
+    assert "data.train_on must be answers with this store" in capsys.readouterr().err
