@@ -487,6 +487,7 @@ def test_a_store_of_whole_texts_trains_on_all_tokens_and_another_refuses(
     common += ["hardware.train_dtype=float32"]
     for drafter in ("eagle", "medusa"):
         store = [f"store.dir={tmp_path / drafter}", f"store.drafters=[{drafter}]"]
+        store += [f"store.assistant_only={drafter == 'medusa'}".lower()]
         assert main(["capture", *store, "store.dtype=float32", *common, *data]) == 0
     train = ["train", *common, "trainer.max_steps=1", "trainer.tokens_per_step=256"]
     train += ["trainer.validation_prompts=2", "trainer.validation_tokens=4", "data.holdout=4"]
