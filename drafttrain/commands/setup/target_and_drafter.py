@@ -26,7 +26,7 @@ from drafttrain.config.values import class_of
 from drafttrain.core.ops.graphs import CAPTURES
 from drafttrain.core.types import FeatureSource, Sample, TargetSpec, changed_part
 from drafttrain.data.chat import encode, within_limits
-from drafttrain.data.conversations import DataConfig, HubConfig, SelfgenConfig, read
+from drafttrain.data.conversations import ANSWERS, DataConfig, HubConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import template_fingerprint
 from drafttrain.drafters.base import Drafter, DrafterConfig, JoinedConfig
@@ -179,6 +179,9 @@ def open_features(
     shape = shape_of(drafter, store.spec)
     refuse_without_store(shape)
     store.require(drafter.name, shape.captures, shape.reach)
+    known = store.manifest.reach is None or config.data.train_on == ANSWERS
+    need = "be answers with this store, which has no features of other tokens"
+    config.data.require("train_on", known, need)
     if not features.validate:
         need = f"be true for drafter={drafter.name} with drafter.path or drafter.layers"
         why = ": its first weights need the target, which is not loaded"

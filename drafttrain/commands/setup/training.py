@@ -22,7 +22,7 @@ from drafttrain.config.sections import TrainConfig
 from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.data.batches import token_counts
 from drafttrain.data.chat import REPEATED, as_trained, check_holdout, num_repeated, split_holdout
-from drafttrain.data.conversations import ANSWERS, SelfgenConfig
+from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import SkipReport
 from drafttrain.drafters.base import LOOKUP, Drafter
 from drafttrain.runtime.hardware import choose_draft_dtype
@@ -95,9 +95,6 @@ def gather(
     for line in skipped.lines():
         say(line)
     kept, held_out = split_holdout(samples, config.data.holdout, config.data.seed)
-    partial = store is not None and store.manifest.reach is not None
-    need = "be answers with this store, which has no features of other tokens"
-    config.data.require("train_on", not partial or config.data.train_on == ANSWERS, need)
     kept = as_trained(kept, config.data.train_on)
     return Material(store, target, kept, held_out, skipped)
 
