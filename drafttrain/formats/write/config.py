@@ -65,6 +65,4 @@ class ExportSettings(Settings):
         block: what a drafter drafts at once, None: any number. deepest: the most it can draft.
         """
         given: int | None = self.num_speculative_tokens
-        if given is not None:
-            return given
-        return block or (USUAL_DEPTH if deepest is None else min(USUAL_DEPTH, deepest))
+        return given or block or (USUAL_DEPTH if deepest is None else min(USUAL_DEPTH, deepest))

@@ -138,8 +138,7 @@ def add_to_target(
         kept = [name for name in names if not name.startswith(held)]
         if len(kept) == len(names):
             try:
-                # The Hub's cache holds links to its files.
-                os.link(file.resolve(), draft / file.name)
+                os.link(file.resolve(), draft / file.name)  # the Hub's cache holds links
             except OSError:
                 shutil.copyfile(file, draft / file.name)
         elif kept:

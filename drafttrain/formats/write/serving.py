@@ -118,10 +118,7 @@ def serving(
     greedy = _only_greedy(layout, native, spec)
     drawn = {} if greedy else _with_drawn_drafts(card.reports)
     if "vLLM" not in refused:
-        part, key = told_by_path(layout.method, model), "dir" if config.push is None else "push"
-        need = f"not contain {part!r} for a {layout.method} drafter"
-        why = f": {VLLM} would take it for another kind by that, whatever method it is given"
-        require(part is None, f"export.{key}", need, model, f"{why}; choose another")
+        _check_path("export.dir" if config.push is None else "export.push", model, layout)
 
     def told(target: str, model: str) -> dict[str, str]:
         if derived is None:
@@ -171,6 +168,14 @@ def _sharing(layout: ServedLayout, native: Config, own_embedding: bool) -> list[
     if own_head:
         return ["It reads the target's embedding; its head is its own."]
     return ["It reads the target's embedding and head."]
+
+
+def _check_path(key: str, path: str, layout: ServedLayout) -> None:
+    """Raise ValueError for a path by which vLLM would take the drafter for another kind."""
+    part = told_by_path(layout.method, path)
+    need = f"not contain {part!r} for a {layout.method} drafter"
+    why = f": {VLLM} would take it for another kind by that, whatever method it is given"
+    require(part is None, key, need, path, f"{why}; choose another")
 
 
 def _with_drawn_drafts(reports: Mapping[str, Report]) -> dict[str, Sampling]:
