@@ -9,6 +9,8 @@ from test_as_tuned import taken, tuned
 from test_evaluation_commands import SHORT, prompts_of, run  # noqa: F401 (a fixture)
 
 from drafttrain.__main__ import main
+from drafttrain.runtime.run_folder import METRICS_FILE
+from drafttrain.training.validation import BREAK_EVEN
 
 AUTO = "eval.depth=auto"
 NO = {"depth": 2, "speculate": False}
@@ -80,5 +82,8 @@ def test_commands_draft_nothing_where_no_depth_pays(
         assert main([*export, *told]) == 0
         assert "warning: `tune` chose not to speculate" in capsys.readouterr().out
     put(run, chosen(NO) | {"weights": "step-000001"})  # of other weights it says nothing
+    metrics = run / METRICS_FILE  # without timed validations: their warning depends on the machine
+    rows = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(row for row in rows if BREAK_EVEN not in row))
     assert main([*export, "export.num_speculative_tokens=2", "export.overwrite=true"]) == 0
-    assert "`tune` chose" not in capsys.readouterr().out
+    assert "warning" not in capsys.readouterr().out
