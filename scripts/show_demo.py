@@ -24,7 +24,7 @@ from drafttrain.runtime.terminal import console
 TARGETS = {"large": "simulated 200M target", "default": "14M target"}
 COLUMNS = (
     *("target", "drafter", "acceptance length, 95 %", "acceptance rate", "speedup, 95 %"),
-    "greedy identical",
+    "greedy equal",
 )
 
 
