@@ -56,8 +56,9 @@ def overrides_with(group: str, choice: str) -> list[str]:
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path) -> Path:
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run as `train` records it when told nothing."""
+    monkeypatch.chdir(tmp_path)  # the repository may have an outputs/selfgen, of `make demo`
     config = typed(compose("train", [f"run.dir={tmp_path}"]), TrainConfig)
     write_config(config, tmp_path / "config.yaml")
     return tmp_path
@@ -263,10 +264,7 @@ def test_data_on_the_command_line_wins_over_the_models_own() -> None:
     assert compose("train", ["model=llama70b", "data.limit=7"]).data.limit == 7
 
 
-def test_a_run_is_read_back_as_it_was_told(
-    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # where there is no outputs/selfgen
+def test_a_run_is_read_back_as_it_was_told(run_folder: Path) -> None:
     told = typed(compose("train", [f"run.dir={run_folder}"]), TrainConfig)
     for command in ("evaluate", "export"):
         config = typed(compose(command, [f"run.dir={run_folder}"]), COMMANDS[command])
